@@ -12,6 +12,7 @@ Each check prints a line with its measurements. There are these kinds:
   bits      every linear of that checkpoint, dequantized by quant and by independent_pack.py: equal
             bit for bit
   family    a tiny model of each family, float and quantized: see check_families.py
+  defaults  the meaning of absent configuration fields: see check_defaults.py
   chat      conversations through a chat template: text, tokens and the assistant's parts, equal to
             transformers' result
   gguf      GGUF files against llama.cpp: see check_gguf.py
@@ -43,6 +44,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import check_defaults
 import check_exchange
 import check_families
 import check_floats
@@ -267,14 +269,14 @@ class Check:
         compare = importlib.import_module("compare_logits").compare
         return compare, load_file(theirs)["logits"], load_file(ours)["logits"]
 
-    def float_model(self, name, tolerance=FLOAT_TOLERANCE):
+    def float_model(self, name):
         model = self.model(name)
         if model is None:
             return
 
         def work(*options):
             compare, theirs, ours = self.logits(model, name, options)
-            verdict = compare(theirs, ours, tolerance)
+            verdict = compare(theirs, ours, FLOAT_TOLERANCE)
             return verdict.get("ratio", verdict), verdict["ok"]
 
         self.step(f"float  {name}", work)
@@ -380,6 +382,7 @@ def main():
             if arguments.only in f"{name} {case}":
                 check.quantized_model(name, case, options, False, repack)
         check_families.run_all(check, arguments.families, arguments.only)
+        check_defaults.run_all(check, arguments.only)
         check_vision_language.run_all(check, arguments.only, arguments.whole)
         for style in CHAT:
             if arguments.only in f"chat {style}":

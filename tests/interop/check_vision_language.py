@@ -1,7 +1,7 @@
 """The checks of vision-language models: a part of check.py, which describes the comparisons.
 
-  float    logits of the text tower against those of transformers' class given text alone, at most 5e-6 of the largest
-           apart (Gemma 4: 1e-5)
+  float    logits of the text tower from whole windows and from a cache, against those of transformers' class given text
+           alone: the bound of check_families.py
   loads    as for other models, by transformers' own class
   carried  everything except the text tower, and every file except the weights, equal byte for byte; and the
            configuration, except for what quantization adds
@@ -10,14 +10,18 @@
 """
 
 import json
+import shutil
 
-from make_vision_language import VARIANTS
+import make_tiny
+import reference_model
+import torch
+from check_families import LENGTHS, TOLERANCE, float_errors, logits_of, random_tokens, relative, scaled
+from make_vision_language import MINISTRAL3, QWEN_TOKENS, VARIANTS
 from reference_model import module_name
+from safetensors.torch import load_file, save_file
 
-# Tolerance for logits in f32, somewhat above the difference between transformers' own f32 and f64 logits.
-TOLERANCE = 5e-6
-# The attention scores of these are not scaled, so that rounding has more effect.
-STEEP = {"gemma4-vl": 1e-5, "gemma4-vl-small": 1e-5}
+# Tokens beyond the vocabulary stand for images.
+TEXT_TOKENS = min(QWEN_TOKENS.values())
 QUICK = ["--samples", "4", "--seq-len", "64"]
 # Model, name of the case, options of `quant quantize`, and whether transformers must dequantize. The cases in MORE run
 # only with --whole.
@@ -46,6 +50,22 @@ MORE = [
     ("llava-mistral", "awq-w4-g32-asym", ["--scheme", "w4a16-g32-asym", *QUICK], True),
     ("llava-qwen2", "format-awq-g64", ["--format", "awq", "--group-size", "64", *QUICK], False),
 ]
+
+
+# Mistakes in reading a text model inside another, as in check_families.py: a model, changes of the text model's
+# configuration, and a change of weights.
+TRAPS = {
+    "windows of a text model one longer": ("gemma3-vl", {"sliding_window": 49}, None),
+    "scores of a text model scaled by the width of heads": ("gemma3-vl", {"query_pre_attn_scalar": 40}, None),
+    "norms of a text model multiply by what is stored": ("gemma3-vl", {}, scaled("language_model.model.norm", lambda w: w - 1)),
+    "queries of a text model not scaled by position": ("mistral3-ministral3", {
+        "rope_parameters": MINISTRAL3["text_config"]["rope_parameters"] | {"llama_4_scaling_beta": 0.0}}, None),
+    "another base of a text model": ("qwen2-vl", {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 5000.0, "mrope_section": [4, 6, 6]}}, None),
+    "ups of a text model before gates": ("qwen3-vl-moe-published", {}, scaled(
+        "experts.gate_up_proj", lambda w: w.unflatten(-1, (2, -1)).flip(-2).flatten(-2))),
+    "keys of a text model without the weights of their norm": ("gemma4-vl", {}, scaled("self_attn.k_norm", torch.ones_like)),
+}
 
 
 def is_text(name):
@@ -87,10 +107,35 @@ def carried(check, name, out):
     return missing or f"{len(tensors)} tensors, {len(files)} files", not missing
 
 
+def float_logits(check, name):
+    model = check.model(name)
+    windows = [random_tokens(length, end=TEXT_TOKENS) for length in LENGTHS]
+    ours, theirs = float_errors(check, model, model, windows)
+    return f"{ours} (transformers {theirs})", ours.within(theirs, TOLERANCE)
+
+
+def trap(check, name, changes, change):
+    model, wrong = check.model(name), check.scratch / "trap"
+    shutil.rmtree(wrong, ignore_errors=True)
+    shutil.copytree(model, wrong)
+    make_tiny.edit_config(wrong / "config.json", lambda config: config["text_config"].update(changes))
+    if change:
+        path = wrong / "model.safetensors"
+        tensors = {name: change(name, tensor) for name, tensor in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    window = random_tokens(LENGTHS[-1], end=TEXT_TOKENS)
+    theirs = reference_model.logits(reference_model.load(model), window).numpy()
+    apart = relative(logits_of(check, wrong, "logits", window), theirs)
+    return f"{apart:.1e} of the largest logit", apart > 100 * TOLERANCE
+
+
 def run_all(check, only, whole):
     for name in VARIANTS:
         if only in f"vision-language float {name}":
-            check.float_model(name, STEEP.get(name, TOLERANCE))
+            check.step(f"vision-language float {name}", lambda name=name: float_logits(check, name))
+    for title, case in TRAPS.items():
+        if only in f"vision-language trap: {title}":
+            check.step(f"vision-language trap: {title}", lambda case=case: trap(check, *case))
     for name, case, options, dequantize in [*QUANTIZED, *(MORE if whole else [])]:
         if only not in f"vision-language {name} {case}":
             continue

@@ -1,8 +1,8 @@
 """The check against vLLM on a CPU: checkpoints that `quant quantize` wrote, loaded by the engine itself.
 
-The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on this
-engine must be right: a checkpoint with the verdict "no" must fail to load, and one with "yes" must load. Exits with 1
-if a check fails.
+The perplexity of a text by vLLM in bfloat16 must be within 0.5 % of `quant eval`. The verdicts of `quant plan` on
+this engine must be right: a checkpoint with the verdict "no" must fail to load, and one with "yes" must load; only one
+with the verdict "unsure" may give another perplexity. Exits with 1 if a check fails.
 
 Not part of check.py, because it is slow. Run by `cargo xtask nightly`, or by tests/interop/run_vllm.sh.
 """
@@ -167,8 +167,9 @@ class Vllm:
         result = self.quant("eval", out, "--text", TEXT, "--window", WINDOWS[0], "--windows", WINDOWS[1], "--quiet", "--json")
         ours = json.loads(result)["perplexity"]["mean"]
         apart = abs(theirs / ours - 1)
+        # Where the engine computes something else than transformers, which agrees with quant, `plan` says "unsure".
         return (f"perplexity {theirs:.3f} by vLLM, {ours:.3f} by quant eval, {apart:.1e} apart, {detail} tokens; "
-                f"plan says {says}"), apart <= TOLERANCE and says != "no"
+                f"plan says {says}"), says == "unsure" if apart > TOLERANCE else says != "no"
 
 
 def main():

@@ -15,7 +15,9 @@
 //! * `interop-dump refine TYPE COLUMNS VALUES OUT [IMPORTANCE]`: rows encoded with quant's own search;
 //! * `interop-dump decode TYPE COLUMNS BYTES OUT`: the floats that rows of a block type represent;
 //! * `interop-dump inputs RULE IN OUT [SCALE]`: `x` `[tokens, k]` rounded as inputs of a linear: `fp8-token`,
-//!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`; or as cached keys and values: `kv-fp8`.
+//!   `fp8-group`, `mxfp8`, or with a calibrated scale `fp8-static`, `nvfp4`; or as cached keys and values: `kv-fp8`;
+//! * `interop-dump describe PAIRS.json OUT.json`: for each pair of configurations, `null` if both describe the same
+//!   model, or else what differs; a configuration that is an error is described by the message.
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -24,11 +26,12 @@ use std::process::ExitCode;
 
 use quant_core::blocks::{BlockSearch, BlockType, block_type};
 use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
-use quant_core::checkpoint::{Dtype, ModelDirectory};
-use quant_core::model::{Decoder, KvScheme, Model, round_cached};
+use quant_core::checkpoint::{ConfigFields, Dtype, MemorySource, ModelDirectory};
+use quant_core::model::{Decoder, KvScheme, Model, arch, round_cached};
 use quant_core::quantize::InputGrid;
 use quant_core::{CancelToken, Silent, gguf};
 use safetensors::tensor::{Dtype as Stored, TensorView, serialize_to_file};
+use serde_json::{Map, Value, json};
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -56,7 +59,8 @@ fn main() -> ExitCode {
             Ok(scale) => inputs(rule, Some(scale), from, out),
             Err(error) => Err(format!("scale {scale}: {error}").into()),
         },
-        _ => Err("usage: interop-dump logits|decoded|weights|chats|tokens|ids|encode|refine|decode|inputs ...; see the source".into()),
+        ["describe", pairs, out] => describe(pairs, out),
+        _ => Err("usage: interop-dump logits|decoded|weights|chats|tokens|ids|encode|refine|decode|inputs|describe ...; see the source".into()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -229,7 +233,39 @@ fn chats_of(model: &str, chats: &str, out: &str) -> Result<(), Failure> {
     for conversation in &conversations {
         let chat = template.render(conversation, Mask::Prompts, origin)?;
         let (tokens, assistant) = chat.tokenize(&tokenizer)?;
-        lines.push(serde_json::json!({ "text": chat.text, "tokens": tokens, "assistant": assistant }));
+        lines.push(json!({ "text": chat.text, "tokens": tokens, "assistant": assistant }));
     }
     Ok(std::fs::write(out, serde_json::to_vec(&lines)?)?)
+}
+
+fn describe(pairs: &str, out: &str) -> Result<(), Failure> {
+    let pairs: Vec<[Map<String, Value>; 2]> = serde_json::from_slice(&std::fs::read(pairs)?)?;
+    let one = |config: &Map<String, Value>| {
+        let fields = ConfigFields::new(Path::new("config.json"), config);
+        match arch::describe(&fields, &MemorySource::new()) {
+            Ok(architecture) => format!("{architecture:?}"),
+            Err(error) => format!("error: {error}"),
+        }
+    };
+    let compared: Vec<Value> = pairs
+        .iter()
+        .map(|[first, second]| {
+            let texts = [one(first), one(second)];
+            // Descriptions of large models take megabytes, so only the place where they begin to differ is shown.
+            let same = texts[0].bytes().zip(texts[1].bytes()).take_while(|(a, b)| a == b).count();
+            let around = |text: &String| {
+                let bytes =
+                    &text.as_bytes()[same.saturating_sub(80).min(text.len())..text.len().min(same + 120)];
+                match text.starts_with("error: ") {
+                    true => text.clone(),
+                    false => String::from_utf8_lossy(bytes).into_owned(),
+                }
+            };
+            match texts[0] == texts[1] {
+                true if !texts[0].starts_with("error: ") => Value::Null,
+                _ => json!(texts.each_ref().map(around)),
+            }
+        })
+        .collect();
+    Ok(std::fs::write(out, serde_json::to_vec(&compared)?)?)
 }

@@ -409,8 +409,9 @@ ENGINES = {
     "nemotron_h-128": NEMOTRON | {"mamba_num_heads": 32, "mamba_head_dim": 4, "head_dim": 32},
     "granitemoehybrid-128": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_heads": 32, "shared_intermediate_size": 128},
     "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
-                            "router_scaling_factor": 1.7, "first_k_dense_replace": 1, "expert_hidden_dim": 128},
-    "olmoe-128": EXPERTS | {"model_type": "olmoe", "num_experts": 6, "intermediate_size": 128, "norm_topk_prob": True},
+                            "router_scaling_factor": 1.7, "first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True},
+    # vLLM never normalizes the weights of OLMoE's experts.
+    "olmoe-128": EXPERTS | {"model_type": "olmoe", "num_experts": 6, "intermediate_size": 128, "norm_topk_prob": False},
     "glm4_moe-128": DEEPSEEK | {"model_type": "glm4_moe", "head_dim": 64, "use_qk_norm": True, "attention_bias": True,
                                 "moe_intermediate_size": 128} | rope(rope_type="default", partial_rotary_factor=0.5),
     "minimax_m2-128": EXPERTS | {"model_type": "minimax_m2", "head_dim": 64, "num_local_experts": 6, "intermediate_size": 128,
@@ -428,7 +429,8 @@ ENGINES = {
         "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "norm_topk_prob": True},
     "cohere2_moe-128": COHERE2_MOE | {"head_dim": 32, "num_shared_experts": 2, "intermediate_size": 128,
                                       "prefix_dense_intermediate_size": 256, "num_hidden_layers": 4},
-    "llama4-128": LLAMA4 | {"head_dim": 64, "intermediate_size": 128, "intermediate_size_mlp": 256,
+    # vLLM needs chunks in multiples of its block of 128 cached tokens.
+    "llama4-128": LLAMA4 | {"head_dim": 64, "attention_chunk_size": 128, "intermediate_size": 128, "intermediate_size_mlp": 256,
                             "interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
     # Latent vectors of the only width that vLLM's CPU kernel for latent attention supports.
     "deepseek_v3-128": DEEPSEEK | {

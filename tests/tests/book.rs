@@ -1,4 +1,4 @@
-//! The pages of the site: all are listed, and their links are valid.
+//! The pages of the site: all are listed, their links are valid, and the tests that a page names exist.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
@@ -133,4 +133,123 @@ fn every_page_is_in_the_summary_once() {
         .filter(|page| !page.starts_with("benchmarks/record") && !listed.contains_key(*page))
         .collect();
     assert!(missing.is_empty(), "docs/SUMMARY.md lacks {missing:?}");
+}
+
+/// The code spans of a line, each with the text before it.
+fn spans(line: &str) -> Vec<(&str, &str)> {
+    let (mut found, mut rest) = (Vec::new(), line);
+    while let Some(begin) = rest.find('`') {
+        let ticks = rest[begin..].len() - rest[begin..].trim_start_matches('`').len();
+        let after = &rest[begin + ticks..];
+        let Some(end) = after.find(&rest[begin..begin + ticks]) else { break };
+        found.push((&rest[..begin], after[..end].trim()));
+        rest = &after[end + ticks..];
+    }
+    found
+}
+
+/// Whether a name that may be shortened with `…` stands for `whole`.
+fn stands_for(short: &str, whole: &str) -> bool {
+    let parts: Vec<&str> = short.split('…').map(str::trim).collect();
+    let mut rest = whole;
+    for (i, part) in parts.iter().enumerate() {
+        let Some(at) = rest.find(part).filter(|at| i > 0 || *at == 0) else { return false };
+        rest = &rest[at + part.len()..];
+    }
+    rest.is_empty() || parts.len() > 1 && parts.last() == Some(&"")
+}
+
+/// The names of the traps in a check of the interop test: the keys of its dictionaries of traps.
+fn traps(check: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(workspace_root().join("tests/interop").join(check)).unwrap();
+    let (mut found, mut is_inside) = (Vec::new(), false);
+    for line in text.lines() {
+        is_inside = match line {
+            _ if line.ends_with("TRAPS = {") => true,
+            "}" => false,
+            _ => is_inside,
+        };
+        let key = line.strip_prefix("    \"").filter(|_| is_inside);
+        found.extend(key.and_then(|key| key.split_once("\": (")).map(|(name, _)| name.to_owned()));
+    }
+    found
+}
+
+/// All Rust sources below a directory.
+fn sources(directory: &Path, found: &mut Vec<(PathBuf, String)>) {
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            found.push((path, text));
+        }
+    }
+}
+
+/// The table of planted errors names traps of the interop test and functions of other tests. Each must exist, and every
+/// trap must be in the table.
+#[test]
+fn planted_errors_are_tested_as_the_page_says() {
+    let page = std::fs::read_to_string(workspace_root().join("docs/families.md")).unwrap();
+    let (_, section) = page.split_once("\n## Planted errors\n").unwrap();
+    let section = section.split("\n## ").next().unwrap();
+    let known: Vec<String> =
+        ["check_families.py", "check_vision_language.py"].into_iter().flat_map(traps).collect();
+    assert!(known.len() > 100, "{}", known.len());
+    let mut code = Vec::new();
+    for directory in ["quant-core/src", "quant-core/tests"] {
+        sources(&workspace_root().join(directory), &mut code);
+    }
+    let is_test = |name: &str| {
+        let (module, function) = name.split_once("::").unwrap_or(("tests/families", name));
+        let (_, function) = function.rsplit_once("::").unwrap_or(("", function));
+        let declared = format!("fn {function}(");
+        code.iter().any(|(path, text)| path.to_string_lossy().contains(module) && text.contains(&declared))
+    };
+    let (mut cited, mut missing, mut rows) = (BTreeSet::new(), Vec::new(), 0);
+    for row in section.lines().filter(|line| line.starts_with("| ")) {
+        let (_, tests) = row.trim_matches('|').split_once(" | ").unwrap();
+        rows += 1;
+        for part in tests.split("; ") {
+            let mut is_trap = false;
+            for (before, name) in spans(part) {
+                is_trap |= before.contains("trap");
+                match is_trap {
+                    true => {
+                        let named: Vec<&String> =
+                            known.iter().filter(|trap| stands_for(name, trap)).collect();
+                        if named.is_empty() {
+                            missing.push(format!("no trap is called `{name}`"));
+                        }
+                        cited.extend(named);
+                    }
+                    false if !is_test(name) => missing.push(format!("no test is called `{name}`")),
+                    false => {}
+                }
+            }
+        }
+    }
+    assert!(rows > 40, "{rows}");
+    missing.extend(
+        known.iter().filter(|trap| !cited.contains(trap)).map(|trap| format!("`{trap}` is not in the table")),
+    );
+    assert!(missing.is_empty(), "docs/families.md: {}", missing.join("; "));
+}
+
+#[test]
+fn shortened_names_stand_for_whole_ones() {
+    for (short, whole, stands) in [
+        ("no sinks", "no sinks", true),
+        ("no sinks", "no sinks at all", false),
+        ("no …", "no sinks", true),
+        ("… Hy3's …", "no correction of Hy3's scores", true),
+        ("… not scaled", "weights of groups not scaled", true),
+        ("… not scaled", "not scaled twice", false),
+        ("keys …", "no keys of blocks", false),
+    ] {
+        assert_eq!(stands_for(short, whole), stands, "{short} {whole}");
+    }
+    assert_eq!(spans("trap `a`, `` `b` c ``"), [("trap ", "a"), (", ", "`b` c")]);
 }

@@ -46,6 +46,9 @@ pub struct FusedLinears {
     pub name: String,
     /// Names of the linears that are fused, in order.
     pub parts: Vec<String>,
+    /// Names of further parts of the engines' fused linear that the checkpoint does not have, because they equal one
+    /// of `parts`, such as the values of a layer whose keys are also the values.
+    pub absent: Vec<String>,
 }
 
 /// The position of a decoder within a larger model.
@@ -89,7 +92,7 @@ pub struct ModuleSchemes<'a> {
     pub wrapper: Option<&'a WrapperNames>,
 }
 
-impl ModuleSchemes<'_> {
+impl<'a> ModuleSchemes<'a> {
     /// All names that loaders may use for these modules: their own names, those of fused linears that consist of them,
     /// and the [renamed](WrapperNames::renamed) ones.
     pub fn all_names(&self, modules: &[&str]) -> Vec<String> {
@@ -109,12 +112,14 @@ impl ModuleSchemes<'_> {
         self.wrapper.map_or(&[], |wrapper| &wrapper.outside)
     }
 
-    /// Returns the engine names of the fused linears whose parts are all among `modules`. Some engines look for the
-    /// name of the fused linear.
-    pub fn fused_of(&self, modules: &[&str]) -> Vec<&str> {
+    /// Returns the engine names of the fused linears whose parts are all among `modules`, and the names of their absent
+    /// parts. Engines that do not know the parts of a fused linear look for its own name; those that do know them
+    /// require all parts to be listed.
+    pub fn fused_of(&self, modules: &[&str]) -> Vec<&'a str> {
         let modules: std::collections::BTreeSet<&str> = modules.iter().copied().collect();
         let whole = |fused: &&FusedLinears| fused.parts.iter().all(|part| modules.contains(part.as_str()));
-        self.fused.iter().filter(whole).map(|fused| fused.name.as_str()).collect()
+        let names = |fused: &'a FusedLinears| std::iter::once(&fused.name).chain(&fused.absent);
+        self.fused.iter().filter(whole).flat_map(names).map(String::as_str).collect()
     }
 }
 

@@ -4,7 +4,7 @@
 //! | tensor | type | shape | holds |
 //! |---|---|---|---|
 //! | `X.weight` | F8_E4M3 | `[n, k]` | codes |
-//! | `X.weight_scale_inv`, or `X.weight_scale`, `X.scale`, `X.qscale_weight` | F32, BF16, F16, F8_E8M0 or U8 | `[⌈n/128⌉, ⌈k/128⌉]`, `[n]`, or one number | scales |
+//! | `X.weight_scale_inv`, or `X.weight_scale`, `X.scale`, `X.qscale_weight` | F32, BF16, F16, F8_E8M0 or U8 | `[⌈n/128⌉, ⌈k/128⌉]`, `[⌈n/128⌉, 1, ⌈k/128⌉, 1]`, `[n]`, or one number | scales |
 //! | `X.weight`, as DeepSeek-V4 stores experts | I8 | `[n, k/2]` | E2M1 codes, with the even column in the low bits |
 //! | its scale, under the same names | F8_E8M0 or U8 | `[n, k/32]` | exponents |
 //! | `X.input_scale`, `X.activation_scale` or `X.qscale_act` | float | one number | the input's scale, if it is static |
@@ -132,7 +132,10 @@ impl NativeFp8 {
         let info = source.require(&scale)?;
         let granularity = match info.shape[..] {
             [] | [1] => Granularity::Tensor,
-            [rows, columns] if [rows, columns] == [n.div_ceil(BLOCK), k.div_ceil(BLOCK)] => {
+            // ModelOpt stores the scales of blocks with four dimensions.
+            [rows, columns] | [rows, 1, columns, 1]
+                if [rows, columns] == [n.div_ceil(BLOCK), k.div_ceil(BLOCK)] =>
+            {
                 Granularity::Block
             }
             [rows] | [rows, 1] if rows == n => Granularity::Channel,
@@ -241,6 +244,7 @@ impl PackedReader for NativeFp8 {
             Granularity::Tensor => {
                 return Some(vec![TensorPart::new(format!("{}.weight", weight.module), rows, Some(columns))]);
             }
+            Granularity::Block if source.info(scale)?.shape.len() != 2 => return None,
             Granularity::Block => {
                 TensorPart::new(scale.clone(), Axis::of_groups(0, *scheme), Axis::of_groups(1, *scheme))
             }

@@ -136,7 +136,15 @@ impl SchemeRequest {
             (FloatFormat::E2m1, Granularity::Group(NV_GROUP)) => {
                 matches!(self.activations, A::Float | A::Nvfp4)
             }
-            (FloatFormat::E2m1, Granularity::Group(MX_GROUP)) => self.activations == A::Float,
+            (FloatFormat::E2m1, Granularity::Group(MX_GROUP)) => match self.activations {
+                A::Float => true,
+                _ => {
+                    return refuse(
+                        "MXFP4 weights need float activations (mxfp4a16); vLLM 0.33 rounds them to MXFP4 on GPUs \
+                        that can multiply it, also if the checkpoint says float",
+                    );
+                }
+            },
             (FloatFormat::E2m1, _) => return refuse("FP4 weights require groups: -g16-nv or -g32-mx"),
             _ => false,
         };
@@ -252,6 +260,8 @@ mod tests {
             "wf8af4",
             "wf8a8",
             "wf4af8-g16-nv",
+            "wf4af8-g32-mx",
+            "wf4af4-g32-mx",
             "wf4a16-g16-nv-nv",
             "w4af8-g64",
             "w8a8-tensor",
@@ -260,6 +270,8 @@ mod tests {
         ] {
             let Err(error) = text.parse::<LinearScheme>() else { panic!("{text} was read") };
             assert!(!error.remedy().marked().is_empty(), "{text}");
+            let says_why = error.to_string().contains("vLLM 0.33 rounds them to MXFP4");
+            assert_eq!(says_why, text.starts_with("wf4af") && text.ends_with("-mx"), "{text}: {error}");
         }
     }
 

@@ -304,6 +304,40 @@ fn experts_have_rules_of_their_own() {
         let found = words("transformers", &moe(container, scheme, experts))[0];
         assert_eq!(found, expected, "{container}, {scheme}, {experts:?}");
     }
+    // What transformers does with experts was run for all of these schemes.
+    for (scheme, expected) in [
+        ("w8a16-channel-sym", "yes"),
+        ("wf8a16-channel", "yes"),
+        ("wf8a16-tensor", "yes"),
+        ("wf4a16-g32-mx", "yes, but"),
+        ("wf8af8-channel", "yes, but"),
+        ("w4a8-g128-sym", "yes, but"),
+        ("w8a8-channel-sym", "no"),
+        ("wf8a16-b128", "no"),
+        ("wf8af8-b128", "no"),
+        ("wf8a16-g32-mx", "no"),
+        ("wf4a16-g16-nv", "no"),
+        ("wf4af4-g16-nv", "no"),
+    ] {
+        let model = moe("compressed-tensors", scheme, &[scheme]);
+        assert_eq!(words("transformers", &model)[0], expected, "{scheme}");
+        if scheme.contains("a8") || scheme.contains("af8-channel") && expected != "no" {
+            let said = reason("transformers", &model, 1);
+            assert_eq!(
+                said.contains("the inputs of experts stay float"),
+                expected != "no",
+                "{scheme}: {said}"
+            );
+        }
+    }
+    // vLLM has other names for the experts of MiniMax-M2, so only one scheme for all of them reaches them.
+    let minimax =
+        |experts: &[&str]| Outline { family: "minimax_m2", ..moe("compressed-tensors", sym, experts) };
+    assert!(reason("vLLM, CUDA", &minimax(&[sym, "w8a16-g128-sym"]), 1).contains("other names for experts"));
+    assert_eq!(words("vLLM, CPU", &minimax(&["float"]))[0], "no");
+    assert_ne!(words("vLLM, CUDA", &minimax(&[sym]))[0], "no");
+    let llama4 = Outline { family: "llama4_text", ..moe("compressed-tensors", sym, &[sym]) };
+    assert_eq!(words("transformers", &llama4)[0], "yes");
     assert_eq!(words("vLLM, CPU", &moe("compressed-tensors", sym, &["float"]))[0], "yes");
     let on_cpu = reason("vLLM, CPU", &moe("compressed-tensors", sym, &[sym]), 1);
     assert!(on_cpu.contains("does not support experts"), "{on_cpu}");
@@ -536,14 +570,16 @@ fn floating_point_weights() {
         assert_eq!(words("vLLM, CPU", &of(scheme))[0], "no", "{scheme}");
     }
     for (scheme, vllm, sglang, transformers, llama_cpp) in [
-        ("wf8a16-channel", "unsure", "unsure", "yes", "yes, but"),
-        ("wf8a16-tensor", "unsure", "unsure", "yes", "no"),
+        ("wf8a16-channel", "yes", "yes", "yes", "yes, but"),
+        ("wf8a16-tensor", "yes", "yes", "yes", "no"),
+        ("wf8a16-b128", "yes", "no", "yes", "yes, but"),
         ("wf8af8-b128", "yes, but", "yes, but", "yes, but", "yes, but"),
         ("wf8af8-tensor-static", "yes, but", "yes, but", "yes, but", "no"),
-        ("wf4a16-g16-nv", "yes", "unsure", "yes, but", "yes"),
+        ("wf4a16-g16-nv", "yes", "yes", "yes, but", "yes"),
         ("wf4af4-g16-nv", "yes, but", "yes, but", "yes, but", "yes, but"),
         ("wf4a16-g32-mx", "yes, but", "no", "yes, but", "no"),
-        ("wf8af8-g32-mx", "unsure", "unsure", "yes, but", "no"),
+        ("wf8a16-g32-mx", "yes, but", "no", "yes, but", "no"),
+        ("wf8af8-g32-mx", "yes, but", "no", "yes, but", "no"),
     ] {
         let first = |name| words(name, &of(scheme))[0];
         assert_eq!(first("vLLM, CUDA"), vllm, "{scheme}");

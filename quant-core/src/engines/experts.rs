@@ -138,11 +138,27 @@ pub(super) fn transformers(outline: &Outline) -> Compatibility {
     let schemes: Vec<_> = outline.experts.iter().collect();
     match schemes[..] {
         [None] => No(FLOAT_EXPERTS.into()),
-        [Some(scheme)] if scheme.is_symmetric() => Yes,
-        [Some(_)] => No("it supports only symmetric schemes for experts".into()),
+        [Some(scheme)] => transformers_scheme(*scheme),
         _ => No(
             "it applies one scheme to all experts, but here their schemes differ, which gives wrong results"
                 .into(),
         ),
+    }
+}
+
+/// transformers dequantizes experts while it loads, with the codes and scales of the weights only.
+fn transformers_scheme(scheme: LinearScheme) -> Compatibility {
+    let is_int = scheme.float_format().is_none();
+    match (scheme.float_format(), scheme.fixed_scales()) {
+        _ if !scheme.is_symmetric() => No("it supports only symmetric schemes for experts".into()),
+        (_, Some(ScaleFormat::E4m3)) => {
+            No("it ignores the global scale of experts in NVFP4, which gives wrong results".into())
+        }
+        (Some(FloatFormat::E4m3), Some(_)) => No(format!("it fails on the scales of experts in {scheme}")),
+        _ if scheme.granularity == Granularity::Block || is_int && scheme.is_stored_as_bytes() => {
+            No(format!("it fails on the scales of experts in {scheme}"))
+        }
+        _ if scheme.activations != ActivationScheme::Float => With("the inputs of experts stay float".into()),
+        _ => Yes,
     }
 }

@@ -59,6 +59,18 @@ pub(super) fn by_transformers(_: &Outline) -> Compatibility {
     With("it has no class for this family, and runs the transformers class with its own linear layers".into())
 }
 
+/// The class looks for the settings of experts under other names than the checkpoint's, so that only the setting of the
+/// class `Linear` reaches them: that of the most common scheme.
+pub(super) fn experts_by_class(outline: &Outline) -> Compatibility {
+    let is_one = outline.experts.len() == 1 && outline.experts.iter().all(Option::is_some);
+    match outline.experts.is_empty() || is_one {
+        true => Yes,
+        false => {
+            No("its class has other names for experts, so it ignores the settings of single experts".into())
+        }
+    }
+}
+
 /// The class keeps experts in one tensor, but the checkpoint stores them separately.
 pub(super) fn without_experts(outline: &Outline) -> Compatibility {
     match outline.experts.is_empty() {

@@ -111,7 +111,12 @@ impl Engine {
             };
             models::verdict(self.models, outline, || match outline.experts.is_empty() {
                 true => (rules.loads)(outline, ranks),
-                false => (rules.loads)(outline, ranks).and((rules.experts)(outline)),
+                false => match ((rules.loads)(outline, ranks), (rules.experts)(outline)) {
+                    (Compatibility::With(linears), Compatibility::With(experts)) if linears != experts => {
+                        Compatibility::With(format!("{linears}; {experts}"))
+                    }
+                    (linears, experts) => linears.and(experts),
+                },
             })
         })
     }

@@ -269,7 +269,12 @@ const CLASSES_RUN_ON_CPU: &[&str] =
 const RUN_BY_TRANSFORMERS: &[&str] =
     &["smollm3", "olmo2", "olmo3", "starcoder2", "gpt_neox", "phi", "seed_oss", "hunyuan_v1_dense", "glm"];
 
+/// Families for which vLLM's CPU build gave results different from those of transformers and quant, in F32 too.
+const DIFFERENT_ON_CPU: &[&str] = &["deepseek_v3", "ernie4_5_moe"];
+const MINIMAX: &[&str] = &["minimax_m2"];
+
 pub(super) const VLLM_CUDA: &[Fact] = &[
+    fact(MINIMAX, Has::With(families::experts_by_class), Basis::Read).on(CPU_BUILD, NEWER),
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
     fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
     fact(EXPERTS, Has::Yes, Basis::Read).on(VLLM, REGISTRIES),
@@ -296,6 +301,13 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
 ];
 
 pub(super) const VLLM_CPU: &[Fact] = &[
+    fact(MINIMAX, Has::With(families::experts_by_class), Basis::Run).on(CPU_BUILD, NEWER),
+    fact(
+        DIFFERENT_ON_CPU,
+        Has::Unsure("its CPU build gave different results from transformers and quant with random weights"),
+        Basis::Run,
+    )
+    .on(CPU_BUILD, NEWER),
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
     fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
     fact(EXPERTS, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
@@ -303,7 +315,8 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(&["llama"], Has::Yes, Basis::Run).on(CPU_BUILD, "2026-11-23"),
     fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
-    fact(&["qwen3_5_text", "qwen2_moe"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
+    fact(&["qwen3_5_text", "qwen3_next"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
+    fact(&["qwen2_moe", "glm4_moe", "lfm2_moe", "cohere2_moe"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     fact(RUN_BY_TRANSFORMERS, Has::With(families::by_transformers), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(MINISTRAL3, Has::With(families::position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(BLOOM, Has::With(families::parted_by_rows), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
@@ -324,7 +337,6 @@ pub(super) const VLLM_CPU: &[Fact] = &[
         .on(CPU_BUILD, NEWER),
     fact(MISTRAL3, Has::With(families::position_scale), Basis::Run).around(MINISTRAL3).on(CPU_BUILD, NEWER),
     fact(MISTRAL3, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
-    fact(COHERE2_MOE, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
     fact(LLAMA4, Has::Yes, Basis::Read).on(CPU_BUILD, NEWER),
     fact(PHIMOE, BY_PUBLISHED_CLASS, Basis::Read).on(CPU_BUILD, NEWER),
     fact(MISTRAL4, MISTRAL4_ALONE, Basis::Read).on(CPU_BUILD, NEWER),
@@ -440,13 +452,13 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
         Basis::Read,
     ),
     fact(
-        &["llama4_text", "Llama4ForConditionalGeneration", "mistral4"],
+        &["Llama4ForConditionalGeneration", "mistral4"],
         Has::No("it does not support separately stored experts for this model"),
         Basis::Read,
     )
     .on(TRANSFORMERS_5, NEWER),
     fact(MISTRAL3, Has::With(families::without_experts), Basis::Run),
-    fact(&["phimoe", "cohere2_moe"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, NEWER),
+    fact(&["phimoe", "cohere2_moe", "llama4_text"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, NEWER),
     fact(
         GPT2,
         Has::No("its class for this family uses a linear layer that its loaders do not support"),

@@ -4,7 +4,7 @@ use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::experts::one_scheme;
 use super::outline::Outline;
 use super::sharding::{Share, linears};
-use crate::scheme::{ActivationScheme, FloatFormat, ScaleFormat};
+use crate::scheme::{ActivationScheme, FloatFormat, Granularity, ScaleFormat};
 
 /// The rules assume NVIDIA devices of compute capability 8.0 or later.
 pub(super) fn cuda(outline: &Outline, ranks: usize) -> Compatibility {
@@ -114,15 +114,15 @@ fn float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
         (_, Some(ScaleFormat::E4m3)) if rounds => With(
             "FP4 activations require compute capability 10.0 or later; on older GPUs they stay float".into(),
         ),
+        (_, Some(ScaleFormat::E4m3)) => Yes,
         (FloatFormat::E2m1, Some(ScaleFormat::E8m0)) => No(share.fault("it supports MXFP4 for experts only")),
         (_, None) if rounds => With(
             "FP8 activations require compute capability 8.9 or later; on older GPUs they stay float".into(),
         ),
-        (_, None) => Unsure(share.fault(
-            "whether this version supports FP8 weights with float activations was not checked; earlier \
-            versions run them on Marlin",
-        )),
-        _ => Unsure(share.fault(format!("whether it supports {} was not checked", share.scheme))),
+        (_, None) if share.scheme.granularity == Granularity::Block => No(share
+            .fault("it supports FP8 weights with float activations only with one scale per tensor or row")),
+        (_, None) => Yes,
+        (_, Some(_)) => No(share.fault(format!("it has no kernel for {} in this format", share.scheme))),
     }
 }
 

@@ -120,14 +120,19 @@ fn cuda_float_kernel(share: &Share<'_>, format: FloatFormat) -> Compatibility {
             has float activations; on older GPUs they stay float"
                 .into(),
         ),
-        (_, Some(_)) => Unsure(share.fault(format!("which kernel runs {} was not checked", share.scheme))),
+        (_, Some(_)) if rounds => With(
+            "MXFP8 activations require compute capability 10.0 or later and FlashInfer; otherwise they stay float"
+                .into(),
+        ),
+        (_, Some(_)) => With(
+            "with FlashInfer, it quantizes activations to MXFP8 on compute capability 10.0 and later, although \
+            the checkpoint has float activations; otherwise they stay float"
+                .into(),
+        ),
         (_, None) if rounds => With(
             "FP8 activations require compute capability 8.9 or later; on older GPUs they stay float".into(),
         ),
-        (_, None) => Unsure(share.fault(
-            "whether this version supports FP8 weights with float activations was not checked; earlier \
-            versions run them on Marlin",
-        )),
+        (_, None) => Yes,
     }
 }
 

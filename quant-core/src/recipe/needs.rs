@@ -90,7 +90,8 @@ impl Plan {
         Ok(())
     }
 
-    pub(super) fn check_activations(&self) -> Result<()> {
+    /// Fails if activations would be quantized for a module that does not support it.
+    pub(super) fn check_activations(&self, architecture: &Architecture) -> Result<()> {
         let rounded = |e: &&PlanEntry| {
             e.quantized().is_some_and(|(_, scheme)| scheme.activations != ActivationScheme::Float)
         };
@@ -109,6 +110,15 @@ impl Plan {
                         in blocks"
                     ),
                     "choose a scheme without -static or with a16 for it",
+                ));
+            }
+            if scheme.has_static_activations() && architecture.has_multiplied_input(module) {
+                return Err(Error::usage(
+                    format!(
+                        "`{module}` does not support {scheme}: the configuration multiplies its input by a factor, \
+                        which a static activation scale would have to contain"
+                    ),
+                    "choose a scheme with dynamic or float activations for it",
                 ));
             }
         }

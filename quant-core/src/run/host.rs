@@ -145,6 +145,9 @@ pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Resul
         host.warn(warning.to_string());
     }
     let model = Model::open_with(&directory, &extensions.containers)?;
+    if let Some(warning) = model.differing_scales()? {
+        host.warn(warning);
+    }
     Ok(Opened { directory, model })
 }
 

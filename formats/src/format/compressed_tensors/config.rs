@@ -257,8 +257,8 @@ mod tests {
     fn what_engines_fuse_is_named_as_they_name_it() {
         let part = |name: &str| format!("m.{name}");
         let fused = [
-            FusedLinears { name: "m.qkv".into(), parts: vec![part("q"), part("k")] },
-            FusedLinears { name: "m.gate_up".into(), parts: vec![part("gate"), part("up")] },
+            FusedLinears { name: "m.qkv".into(), parts: vec![part("q"), part("k")], absent: vec![part("v")] },
+            FusedLinears { name: "m.gate_up".into(), parts: vec![part("gate"), part("up")], absent: vec![] },
         ];
         let mut schemes = schemes(
             &[("m.q", "w8a16"), ("m.k", "w8a16"), ("m.o", "w4a16"), ("m.d", "w4a16"), ("m.e", "w4a16")],
@@ -266,8 +266,9 @@ mod tests {
         );
         schemes.fused = &fused;
         let config = quantization_config(&schemes);
-        assert_eq!(config["config_groups"]["group_1"]["targets"], json!(["m.q", "m.k", "m.qkv"]));
+        assert_eq!(config["config_groups"]["group_1"]["targets"], json!(["m.q", "m.k", "m.qkv", "m.v"]));
         assert_eq!(config["ignore"], json!(["m.gate", "m.up", "m.gate_up"]));
+        // If only one part of a fused linear is listed, neither the fused linear nor its absent parts are.
         schemes.float.pop();
         assert_eq!(quantization_config(&schemes)["ignore"], json!(["m.gate"]));
     }

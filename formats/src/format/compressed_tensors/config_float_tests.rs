@@ -60,17 +60,21 @@ fn fp8_caches_are_reported_and_explained() {
 #[test]
 fn notes_name_the_traps_of_each_format() {
     for (scheme, expected) in [
-        ("wf8a16-channel", &["load in transformers", "is not known"][..]),
+        ("wf8a16-b128", &["SGLang 0.5 supports FP8 weights", "per tensor or row"][..]),
         ("wf8af8-channel", &["compute capability 8.9"]),
         ("wf8af8-tensor", &["not per tensor"]),
         ("wf4af4-g16-nv", &["compute capability 10.0", "in BF16 (dtype=torch.bfloat16), but not in F32"]),
         ("wf4a16-g32-mx", &["even if the checkpoint specifies", "for experts only", "dequantize=True"]),
-        ("wf8a16-g32-mx", &["llama.cpp's converter does not support them"]),
+        (
+            "wf8a16-g32-mx",
+            &["llama.cpp's converter does not support them", "vLLM 0.33 runs MXFP8 with MXFP8"],
+        ),
         ("w4af8-g128-sym", &["compute capability 9.0 only"]),
     ] {
         let notes = warnings(&of(scheme)).join("\n");
         expected.iter().for_each(|message| assert!(notes.contains(message), "{scheme}: {notes}"));
     }
+    assert!(warnings(&of("wf8a16-channel")).iter().all(|note| !note.contains("SGLang")));
     let narrow = ModuleSchemes { shapes: [("a", [64, 48])].into(), ..of("wf4a16-g16-nv") };
     assert!(warnings(&narrow).join("\n").contains("`a` has 48 inputs, which is not a multiple of 64"));
 }

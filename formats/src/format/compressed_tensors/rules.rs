@@ -16,9 +16,13 @@ pub(super) static RULES: &[LoaderRule] = &[
         CompressedTensorsConfig(dequantize=True)",
     ),
     LoaderRule::new(
-        &[TRANSFORMERS, VLLM, SGLANG],
-        |schemes| any(schemes, |s| is_fp8(s) && s.activations == ActivationScheme::Float),
-        "FP8 weights with float activations load in transformers; whether vLLM and SGLang load them is not known",
+        &[SGLANG],
+        |schemes| {
+            any(schemes, |s| {
+                is_fp8(s) && s.activations == ActivationScheme::Float && s.granularity == Granularity::Block
+            })
+        },
+        "SGLang 0.5 supports FP8 weights with float activations only with one scale per tensor or row",
     ),
     LoaderRule::new(
         &[VLLM, SGLANG],
@@ -53,6 +57,13 @@ pub(super) static RULES: &[LoaderRule] = &[
         |schemes| any(schemes, |s| Storage::of(s) == Storage::Mxfp4),
         "on GPUs of compute capability 10.0 or later, vLLM 0.33 runs MXFP4 with FP4 activations, even if the \
         checkpoint specifies float activations; SGLang 0.5 supports MXFP4 for experts only",
+    ),
+    LoaderRule::new(
+        &[VLLM, SGLANG],
+        |schemes| any(schemes, |s| Storage::of(s) == Storage::Mxfp8),
+        "on GPUs of compute capability 10.0 or later, vLLM 0.33 runs MXFP8 with MXFP8 activations, even if the \
+        checkpoint specifies float activations; on older GPUs, activations stay float; SGLang 0.5 does not support \
+        MXFP8 in this format",
     ),
     LoaderRule::new(
         &[VLLM],

@@ -121,8 +121,11 @@ fn global_scales_are_multipliers() {
 #[test]
 fn configurations() {
     let part = |name: &str| format!("m.{name}");
-    let fused =
-        [FusedLinears { name: part("gate_up_proj"), parts: vec![part("gate_proj"), part("up_proj")] }];
+    let fused = [FusedLinears {
+        name: part("gate_up_proj"),
+        parts: vec![part("gate_proj"), part("up_proj")],
+        absent: vec![],
+    }];
     let of = |scheme: &str, float: &[&'static str]| {
         let scheme = scheme.parse().unwrap();
         let quantized = vec![("m.gate_proj", scheme), ("m.up_proj", scheme)];

@@ -225,7 +225,8 @@ mod tests {
     fn notes_on_what_loaders_assume() {
         let fits = [("l.q", [64, 256]), ("l.k", [32, 256]), ("l.v", [32, 256])];
         let mut these = schemes("w4a8-g128-asym-progressive", &fits);
-        let fused = [FusedLinears { name: "l.qkv".into(), parts: fits.map(|(m, _)| m.into()).to_vec() }];
+        let parts = fits.map(|(m, _)| m.into()).to_vec();
+        let fused = [FusedLinears { name: "l.qkv".into(), parts, absent: vec![] }];
         these.fused = &fused;
         assert_eq!(warnings(&these).len(), 1, "{:?}", warnings(&these));
         assert!(warnings(&these)[0].contains("norm weights are stored"));

@@ -234,6 +234,7 @@ impl<'a> Decoder<'a> {
                 ),
                 ("self_attn.fused_qkv_a_proj", &["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"]),
             ],
+            multiplied_inputs: Vec::new(),
             wrapper: None,
             per_layer_inputs: None,
             unread: None,

@@ -209,6 +209,10 @@ impl Family for HyV3 {
         if config.optional_bool("qk_norm")? == Some(false) {
             return Err(config.error("qk_norm", "is false; this family always normalizes queries and keys"));
         }
+        if config.optional_bool("route_norm")? == Some(false) {
+            let reason = "is false; this family always normalizes the weights of the chosen experts";
+            return Err(config.error("route_norm", reason));
+        }
         d.refuse("mlp_bias", "this family does not support biases of experts")?;
         // The key is required, because implementations have different defaults.
         const FACTOR: &str = "router_scaling_factor";

@@ -49,7 +49,8 @@ impl Family for FalconH1 {
             gate,
             down,
         };
-        let mamba = mamba(&d, factor("ssm_in_multiplier")?)?;
+        let ssm_in = factor("ssm_in_multiplier")?;
+        let mamba = mamba(&d, ssm_in)?;
         let rope = d.rope()?;
         let mut architecture =
             d.architecture(|_| d.block(d.attention(Some(rope.clone()), [false; 2]), d.mlp(false)))?;
@@ -61,6 +62,12 @@ impl Family for FalconH1 {
             ("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
             ("feed_forward.gate_up_proj", &["feed_forward.gate_proj", "feed_forward.up_proj"]),
         ];
+        if multipliers.attention_in != 1.0 {
+            architecture.multiplied_inputs = vec!["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+        }
+        if ssm_in != 1.0 {
+            architecture.multiplied_inputs.push("mamba.in_proj");
+        }
         Ok(architecture)
     }
 }

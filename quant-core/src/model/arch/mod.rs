@@ -112,6 +112,9 @@ pub struct Architecture {
     pub stored_by_columns: &'static [&'static str],
     /// Linears inside a block that engines fuse into one matrix: the fused name and the parts, in order.
     pub fused: &'static [(&'static str, &'static [&'static str])],
+    /// Linears inside a block whose inputs engines multiply by a constant factor; here, the factor follows the linear.
+    /// A static scale of such an input would be off by the factor.
+    pub multiplied_inputs: Vec<&'static str>,
     /// The model that contains the decoder, if the decoder is only a part.
     pub wrapper: Option<Wrapper>,
     /// The per-layer inputs that are computed from every token before the first block, if the family has them.
@@ -251,6 +254,14 @@ impl Architecture {
         })
     }
 
+    /// Returns whether engines multiply the input of a linear by a factor, by its name.
+    pub fn has_multiplied_input(&self, module: &str) -> bool {
+        let Some(layer) = self.layer_of(module).filter(|_| !self.multiplied_inputs.is_empty()) else {
+            return false;
+        };
+        self.multiplied_inputs.iter().any(|name| self.in_block(layer, name) == module)
+    }
+
     /// Returns the full name of a module or tensor of block `index`, from its name inside the block.
     pub fn in_block(&self, index: usize, name: &str) -> String {
         format!("{}{name}", self.block_prefix.replace("{}", &index.to_string()))
@@ -270,14 +281,20 @@ impl Architecture {
         self.embedding.strip_suffix(".weight").unwrap_or(&self.embedding).to_owned()
     }
 
-    /// Returns the linears that engines fuse in all blocks, in model order.
+    /// Returns the linears that engines fuse in all blocks, in model order: those of which a block has at least two
+    /// parts. A block whose keys are also its values has no linear for the values, but engines fuse three parts there
+    /// too.
     pub fn fused_modules(&self) -> Vec<FusedLinears> {
         let of_layer = |layer: usize| {
             let has = move |part: &&str| self.graph(layer).linears().any(|(_, name, ..)| name == *part);
-            let whole = self.fused.iter().filter(move |(_, parts)| parts.iter().all(&has));
-            whole.map(move |(name, parts)| FusedLinears {
-                name: self.in_block(layer, name),
-                parts: parts.iter().map(|part| self.in_block(layer, part)).collect(),
+            self.fused.iter().filter_map(move |(name, parts)| {
+                let (parts, absent): (Vec<&str>, Vec<&str>) = parts.iter().copied().partition(has);
+                let full = |names: Vec<&str>| names.iter().map(|name| self.in_block(layer, name)).collect();
+                (parts.len() > 1).then(|| FusedLinears {
+                    name: self.in_block(layer, name),
+                    parts: full(parts),
+                    absent: full(absent),
+                })
             })
         };
         (0..self.layers).flat_map(of_layer).collect()

@@ -97,6 +97,7 @@ impl Family for Opt {
             base: "model.",
             stored_by_columns: &[],
             fused: &[("self_attn.qkv_proj", &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"])],
+            multiplied_inputs: Vec::new(),
             wrapper: None,
             per_layer_inputs: None,
             unread: None,

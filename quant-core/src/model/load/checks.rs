@@ -1,13 +1,64 @@
 //! Checks of the tensors against the configuration.
 
-use crate::checkpoint::require_weight_float;
+use std::collections::BTreeMap;
+
+use crate::checkpoint::{Dtype, require_weight_float};
 use crate::model::arch::LearnedPositions;
 use crate::model::{CachedValue, KvScheme, Model, cached_values};
+use crate::wording::counted;
 use crate::{Error, Result};
 
 impl Model {
-    /// Returns the tensors that the configuration requires outside the blocks, with their shapes. The tensors of
-    /// quantized weights depend on the checkpoint format and are not included.
+    /// Returns a warning if linears for which engines keep one scale have different global scales of NVFP4.
+    ///
+    /// # Errors
+    /// When a scale cannot be read.
+    pub(crate) fn differing_scales(&self) -> Result<Option<String>> {
+        let has_one = |module: &str| self.module_scheme(module).is_some_and(|s| s.has_global_scale());
+        let modules = self.weight_modules().into_iter().filter(|(_, module, _)| has_one(module));
+        let shapes: BTreeMap<String, [usize; 2]> =
+            modules.map(|(_, module, shape)| (module, shape)).collect();
+        if shapes.is_empty() {
+            return Ok(None);
+        }
+        let scale_of = |module: &String| -> Result<Option<f32>> {
+            let Some(shape) = shapes.get(module) else { return Ok(None) };
+            for spec in self.packed_tensors(module, *shape)? {
+                let is_input =
+                    spec.name.strip_prefix(module.as_str()).is_none_or(|n| n.starts_with(".input"));
+                if spec.info.dtype == Dtype::F32 && spec.info.elements() == 1 && !is_input {
+                    return Ok(self.source.read_f32(&spec.name)?.first().copied());
+                }
+            }
+            Ok(None)
+        };
+        let (mut first, mut others) = (None, 0);
+        for group in self.architecture.scale_groups() {
+            let mut scales = Vec::new();
+            for module in group {
+                scales.extend(scale_of(&module)?.map(|scale| (module, scale)));
+            }
+            let differing = scales.iter().position(|(_, scale)| *scale != scales[0].1);
+            match differing {
+                Some(at) if first.is_none() => first = Some((scales.remove(at).0, scales.remove(0).0)),
+                Some(_) => others += 1,
+                None => {}
+            }
+        }
+        Ok(first.map(|(b, a)| {
+            let more = match others {
+                0 => String::new(),
+                n => format!(", as do linears in {}", counted(n, "more group")),
+            };
+            format!(
+                "`{a}` and `{b}` have different global scales{more}: engines that run them as one matrix keep one \
+                scale, so they reject this checkpoint or compute wrong outputs"
+            )
+        }))
+    }
+
+    /// Returns the tensors that the configuration requires outside the blocks, with their shapes. Quantized weights are
+    /// not included, because their tensors depend on the checkpoint format.
     fn expected_outside(&self) -> Vec<(String, Vec<usize>)> {
         let a = &self.architecture;
         let mut expected = Vec::new();
@@ -67,6 +118,7 @@ impl Model {
             let packed = op.linear_shape().filter(|_| self.module_scheme(&module).is_some());
             if let Some(shape) = packed {
                 self.packed_tensors(&module, shape)?;
+                self.check_static_input(&module)?;
             }
             for parameter in parameters.iter().filter(|p| packed.is_none() || p.name != "weight") {
                 let name = self.architecture.in_block(layer, &op.tensor_name(parameter));
@@ -74,6 +126,21 @@ impl Model {
             }
         }
         self.kv_scale_tensors(layer).map(|_| ())
+    }
+
+    /// Checks that the static scale of a linear's input, if it has one, is that of the input that the linear reads here.
+    fn check_static_input(&self, module: &str) -> Result<()> {
+        let is_static = self.module_scheme(module).is_some_and(|scheme| scheme.has_static_activations());
+        match is_static && self.architecture.has_multiplied_input(module) {
+            false => Ok(()),
+            true => Err(Error::UnsupportedQuantization {
+                path: self.path.clone(),
+                reason: format!(
+                    "`{module}` has a static activation scale, which is not supported if the configuration \
+                    multiplies its input by a factor"
+                ),
+            }),
+        }
     }
 
     /// Returns the static scales of a block's keys and values, and the tensors that hold them; empty if the checkpoint

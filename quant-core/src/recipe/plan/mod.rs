@@ -316,7 +316,7 @@ impl Plan {
         };
         plan.add_cache_scales(model)?;
         plan.check_steps(architecture)?;
-        plan.check_activations()?;
+        plan.check_activations(architecture)?;
         if plan.needs_text() {
             plan.sampling.check()?;
             plan.check_experts(architecture)?;
