@@ -88,20 +88,6 @@ pub(crate) fn parse_count(key: &str, value: &Value) -> Result<usize> {
     })
 }
 
-/// Returns the known name that was probably meant: the nearest, if at most half of the letters differ.
-pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let distances = known.into_iter().map(|known| (strsim::levenshtein(known, name), known));
-    distances.min().filter(|(distance, _)| 2 * distance <= name.len()).map(|(_, known)| known)
-}
-
-/// Returns the remedy for a name that is not known: the nearest, and all of them.
-pub(crate) fn suggestion(name: &str, listed: String, known: &[&str]) -> String {
-    match nearest(name, known.iter().copied()) {
-        Some(near) => format!("did you mean {near}? {listed}"),
-        None => listed,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -118,14 +104,5 @@ mod tests {
         for value in [json!("much"), Value::Null, json!(true)] {
             assert!(parse_number("damping", &value).is_err(), "{value}");
         }
-    }
-
-    #[test]
-    fn the_nearest_name_is_suggested() {
-        let known = ["alpha", "producers"];
-        assert_eq!(nearest("alhpa", known), Some("alpha"));
-        assert_eq!(nearest("producer", known), Some("producers"));
-        assert_eq!(nearest("seed", known), None);
-        assert_eq!(suggestion("alpa", "its keys are …".into(), &known), "did you mean alpha? its keys are …");
     }
 }

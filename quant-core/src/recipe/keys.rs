@@ -5,7 +5,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{Method, Recipe, Rounding, steps};
-use crate::keys::{StepKey, suggestion};
+use crate::keys::StepKey;
+use crate::names::suggestion;
 use crate::quantize::gptq::GptqSettings;
 use crate::{Error, Result};
 
@@ -81,11 +82,12 @@ impl Recipe {
             [] => "leave them out: it has no steps with settings".to_owned(),
             _ => format!("its steps are {}", own.join(", ")),
         };
-        let is_known = steps().iter().any(|(name, _)| *name == step)
-            || Rounding::ALL.iter().any(|rounding| rounding.name() == step);
+        let known: Vec<_> = steps().into_iter().map(|(name, _)| name).collect();
+        let known = [known, Rounding::ALL.map(Rounding::name).to_vec()].concat();
+        let is_known = known.contains(&step);
         Error::usage(
             format!("‹steps› has settings of `{step}`, which is not a step of method `{}`", self.method.name),
-            if is_known { listed } else { suggestion(step, listed, &own) },
+            if is_known { listed } else { suggestion(step, listed, &known) },
         )
     }
 }

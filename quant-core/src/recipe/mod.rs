@@ -31,13 +31,14 @@ pub use repack::REPACK;
 pub use select::SelectorMatches;
 pub use time::Rates;
 
+use crate::Result;
 use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};
 use crate::model::{KvScheme, Model, Preparation};
+use crate::names::unknown;
 use crate::quantize::gptq::GptqSettings;
 use crate::scheme::{ActivationScheme, SchemeRequest};
 use crate::transform::{TransformSettings, fold_norms, rotate};
-use crate::{Error, Result};
 
 /// A named combination of method and scheme.
 #[derive(Debug)]
@@ -128,11 +129,11 @@ impl Recipe {
     /// The recipe of a preset.
     ///
     /// # Errors
-    /// [`Error::Usage`] if there is no such preset; the remedy lists all.
+    /// [`Error::Usage`](crate::Error::Usage) if there is no such preset; the remedy lists all.
     pub fn preset(name: &str) -> Result<Self> {
         let preset = PRESETS.iter().find(|p| p.name == name).ok_or_else(|| {
             let known: Vec<_> = PRESETS.iter().map(|p| p.name).collect();
-            Error::usage(format!("unknown preset `{name}`"), format!("known presets: {}", known.join(", ")))
+            unknown("preset", name, "presets", &known)
         })?;
         let method = method(preset.method)?;
         let (scheme, kv) = kv::split(preset.scheme)?;

@@ -8,6 +8,7 @@ use super::settings::RecipeSettings;
 use crate::blocks::{BLOCK_TYPES, BlockType, ScaleSearch, block_type};
 use crate::calibrate::{Packing, Sampling};
 use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
+use crate::names::unknown;
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Pattern, Rounding};
 use crate::{Error, Result};
@@ -160,20 +161,14 @@ impl RecipeSettings {
 fn mixture(name: &str) -> Result<&'static Mixture> {
     gguf::mixture(name).ok_or_else(|| {
         let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
-        Error::usage(
-            format!("unknown GGUF quantization type or mixture `{name}`"),
-            format!("known types: {}", known.join(", ")),
-        )
+        unknown("GGUF quantization type or mixture", name, "types", &known)
     })
 }
 
 fn kind_of(name: &str) -> Result<&'static BlockType> {
     block_type(name).ok_or_else(|| {
         let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
-        Error::usage(
-            format!("unknown GGUF tensor type `{name}`"),
-            format!("known types: {}", known.join(", ")),
-        )
+        unknown("GGUF tensor type", name, "types", &known)
     })
 }
 

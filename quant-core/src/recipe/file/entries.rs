@@ -12,7 +12,7 @@ use toml::Spanned;
 
 use super::super::{Extensions, schema};
 use crate::calibrate::{ExpertTokens, Mask, Packing};
-use crate::keys::suggestion;
+use crate::names::suggestion;
 use crate::quantize::ScaleSearch;
 use crate::quantize::gptq::GptqSettings;
 use crate::transform::{Transform, TransformSettings};

@@ -57,6 +57,7 @@ use entries::*;
 use super::{Extensions, Method, Pattern, Recipe, Rounding, kv};
 use crate::calibrate::{ExpertSampling, Sampling};
 use crate::checkpoint::read_capped;
+use crate::names::suggestion;
 use crate::scheme::SchemeRequest;
 use crate::transform::TransformSettings;
 use crate::{Error, Result, format};
@@ -264,13 +265,11 @@ impl RecipeFile {
             None => Rounding::Nearest,
             Some(name) => Rounding::ALL.into_iter().find(|r| r.name() == name).ok_or_else(|| {
                 let names: Vec<_> = Rounding::ALL.iter().map(|r| r.name()).collect();
-                Error::usage(
-                    format!("unknown quantize.method `{name}`"),
-                    format!(
-                        "quantize.method must be {}; steps before rounding are [[transform]] entries",
-                        names.join(" or ")
-                    ),
-                )
+                let listed = format!(
+                    "quantize.method must be {}; steps before rounding are [[transform]] entries",
+                    names.join(" or ")
+                );
+                Error::usage(format!("unknown quantize.method `{name}`"), suggestion(name, listed, &names))
             })?,
         };
         let kinds: Vec<&str> = self.transform.iter().map(|t| t.kind.as_str()).collect();
