@@ -28,6 +28,7 @@
 //! context, so that the model reads `L` tokens. As in the harness, tokens that the tokenizer adds at the start of a
 //! document are scored too.
 
+use quant_formats::names::nearest;
 use quant_formats::{Error, Result};
 
 /// Default distance between the windows of `hf-stride`, in tokens.
@@ -97,7 +98,19 @@ impl From<Profile> for ProfileRequest {
 }
 
 fn unknown(name: &str) -> Error {
-    Error::usage(format!("unknown profile `{name}`"), KNOWN)
+    const RULES: [&str; 6] =
+        ["gptq", "llamacpp", "hf-stride", "lmeval-rolling", "wt2-gptq-2048", "wt2-llamacpp-512"];
+    // The lengths at the end are kept: `gtpq-512` means `gptq-512`.
+    let rule = name.trim_end_matches(|c: char| c.is_ascii_digit() || c == '-');
+    let meant = nearest(rule, RULES).map(|near| match near.starts_with("wt2") {
+        true => near.to_owned(),
+        false => format!("{near}{}", &name[rule.len()..]),
+    });
+    let remedy = match meant.filter(|meant| meant != name) {
+        Some(meant) => format!("did you mean {meant}? {KNOWN}"),
+        None => KNOWN.to_owned(),
+    };
+    Error::usage(format!("unknown profile `{name}`"), remedy)
 }
 
 impl Profile {

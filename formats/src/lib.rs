@@ -33,6 +33,7 @@ pub mod checkpoint;
 pub mod digest;
 mod error;
 pub mod format;
+pub mod names;
 mod progress;
 pub mod quantize;
 pub mod random;

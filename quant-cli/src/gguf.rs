@@ -8,22 +8,22 @@ use quant_core::run::GgufSettings;
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct GgufOptions {
     /// Pre-tokenizer by its name in llama.cpp, if it is not recognized; none writes a file without a vocabulary
-    #[arg(long, value_name = "NAME", help_heading = "GGUF")]
+    #[arg(long, hide_short_help = true, value_name = "NAME", help_heading = "GGUF")]
     pub pre: Option<String>,
     /// If the row width of a tensor does not suit its type, use the fallback type of llama-quantize; the report lists such tensors
-    #[arg(long, help_heading = "GGUF")]
+    #[arg(long, hide_short_help = true, help_heading = "GGUF")]
     pub allow_fallback: bool,
     /// Choose scales exactly as llama-quantize does, instead of with the search that gives a smaller error
-    #[arg(long, help_heading = "GGUF")]
+    #[arg(long, hide_short_help = true, help_heading = "GGUF")]
     pub reference_search: bool,
     /// Weigh errors by the importance matrix in FILE (GGUF or .dat); with --calibration, one is computed instead
-    #[arg(long, value_name = "FILE", help_heading = "GGUF")]
+    #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "GGUF")]
     pub imatrix: Option<PathBuf>,
     /// Write the computed importance matrix to FILE, as GGUF or, if its name ends in .dat, in the older format
-    #[arg(long, value_name = "FILE", help_heading = "GGUF")]
+    #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "GGUF")]
     pub save_imatrix: Option<PathBuf>,
     /// Split the output into several files in the directory OUT, each with at most SIZE of tensors, such as 500M or 4G
-    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "GGUF")]
+    #[arg(long, hide_short_help = true, value_name = "SIZE", value_parser = size, help_heading = "GGUF")]
     pub split_max_size: Option<u64>,
 }
 

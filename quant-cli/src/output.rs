@@ -91,7 +91,9 @@ pub fn json<T: Serialize>(value: &T) -> Result<String> {
 /// The destination of a result as JSON: `--json[=FILE]`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct JsonOption {
-    /// Print the result as JSON, or print the table and write the JSON to FILE
+    /// Print the result as JSON, or write the JSON to FILE
+    ///
+    /// With FILE, the table is printed too.
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "-")]
     pub json: Option<PathBuf>,
 }

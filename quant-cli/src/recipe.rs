@@ -24,8 +24,9 @@ pub struct RecipeOptions {
     /// preset's]
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
-    /// Number format, such as w4a16, w4a16-g64-asym, w8a8, fp8 or nvfp4 [default: the preset's]; for GGUF a type or
-    /// mixture, such as Q8_0 [default: Q4_K_M]
+    /// Number format, such as w4a16-g64, w8a8, fp8, nvfp4 or, for GGUF, Q8_0 [default: the preset's]
+    ///
+    /// For GGUF, a type or a mixture of types [default: Q4_K_M].
     ///
     /// Integers: w2 to w8, then a16 or a8, then optionally kv4 or kv8 (KV cache), -gSIZE or -channel, -sym or -asym,
     /// -progressive (two levels of scales), and after a8 -static or -static-asym. Floats: fp8, fp8-static, fp8-block,
@@ -35,7 +36,7 @@ pub struct RecipeOptions {
     /// Checkpoint format [default: compressed-tensors]; repeat the option to write several into OUT/FORMAT
     #[arg(long, help_heading = "Recipe", long_help = format_help())]
     pub format: Vec<String>,
-    /// Number of consecutive weights of a row that share a scale, or `channel` for one scale per row
+    /// Weights of a row that share a scale, or `channel` for one scale per row
     #[arg(long, value_name = "SIZE", help_heading = "Recipe")]
     pub group_size: Option<String>,
     /// Symmetric grids [default: what the format's engines expect]

@@ -99,22 +99,6 @@ pub(crate) fn parse_count(key: &str, value: &Value) -> Result<usize> {
     })
 }
 
-/// Returns the known name that was probably meant, if there is one.
-pub(crate) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let lower = name.to_lowercase();
-    let distances =
-        known.into_iter().map(|known| (strsim::levenshtein(&known.to_lowercase(), &lower), known));
-    distances.min().filter(|(distance, _)| 2 * distance <= lower.chars().count()).map(|(_, known)| known)
-}
-
-/// The remedy names the nearest known name, and lists all.
-pub(crate) fn suggestion(name: &str, listed: String, known: &[&str]) -> String {
-    match nearest(name, known.iter().copied()) {
-        Some(near) => format!("did you mean {near}? {listed}"),
-        None => listed,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -143,16 +127,5 @@ mod tests {
         assert_eq!(of(&json!(2024), json!({ "type": "string" })), json!("2024"));
         assert_eq!(of(&json!(true), json!({ "type": "string" })), json!("true"));
         assert_eq!(of(&json!(2024), json!({ "type": "integer" })), json!(2024));
-    }
-
-    #[test]
-    fn the_nearest_name_is_suggested() {
-        let known = ["alpha", "producers"];
-        assert_eq!(nearest("alhpa", known), Some("alpha"));
-        assert_eq!(nearest("producer", known), Some("producers"));
-        assert_eq!(nearest("seed", known), None);
-        assert_eq!(nearest("ALPHA", known), Some("alpha"));
-        assert_eq!(nearest("‹force›", ["reorder"]), None, "letters are counted, not bytes");
-        assert_eq!(suggestion("alpa", "its keys are …".into(), &known), "did you mean alpha? its keys are …");
     }
 }

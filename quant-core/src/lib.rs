@@ -57,5 +57,5 @@ pub mod worker;
 
 pub use quant_formats::{
     CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, allocate,
-    blocks, checkpoint, digest, format, random, scheme, vector, wording,
+    blocks, checkpoint, digest, format, names, random, scheme, vector, wording,
 };

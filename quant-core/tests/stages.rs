@@ -24,8 +24,10 @@ const STAGES: [&str; 16] = [
     "units",
 ];
 /// Modules that every stage may use. They use no stage, except that `error` uses `checkpoint`.
-const SHARED: [&str; 10] =
-    ["allocate", "digest", "error", "keys", "progress", "random", "system", "vector", "wording", "worker"];
+const SHARED: [&str; 11] = [
+    "allocate", "digest", "error", "keys", "names", "progress", "random", "system", "vector", "wording",
+    "worker",
+];
 
 fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(directory).unwrap() {

@@ -225,6 +225,72 @@ fn recipes() {
     );
 }
 
+/// A misspelled name gives the nearest valid one, whatever kind of name it is.
+#[test]
+fn misspelled_names() {
+    let model = model();
+    let m = model.path();
+    let gguf = ["--format", "gguf", "--scheme"];
+    let plans: &[(&[&str], &str)] = &[
+        (&["--method", "AWQ"], "unknown method `AWQ`\n  did you mean awq? known methods"),
+        (&["--method", "gtpq"], "unknown method `gtpq`\n  did you mean gptq?"),
+        (&["--method", "smooth_quant"], "did you mean smoothquant?"),
+        (&["--method", "rotat"], "did you mean rotate?"),
+        (&["--method", "rotate,awk"], "unknown step `awk`\n  did you mean awq? the steps are"),
+        (&["--method", "rotate,awq,gtpq"], "unknown step `gtpq`\n  did you mean gptq?"),
+        (&["--method", "qoq", "--skip", "smoth-outputs"], "did you mean smooth-outputs? its steps are"),
+        (&["--step", "smoothquat.alpha=1"], "did you mean smoothquant? its steps are awq"),
+        (&["--preset", "awq_w4a16"], "unknown preset `awq_w4a16`\n  did you mean awq-w4a16?"),
+        (&["--preset", "gptq"], "did you mean gptq-w4a16?"),
+        (&["--scheme", "int4-g128"], "did you mean w4a16-g128?"),
+        (&["--scheme", "uint4-g64"], "did you mean w4a16-g64-asym?"),
+        (&["--scheme", "INT8"], "did you mean w8a16?"),
+        (&["--scheme", "q8"], "did you mean w8a16?"),
+        (&["--scheme", "W4A16-G128"], "did you mean w4a16-g128?"),
+        (&["--scheme", "w4a16-g32-aysm"], "unknown part `aysm`\n  did you mean -asym?"),
+        (&["--scheme", "fp16"], "to write floats, add --format=safetensors"),
+        (&["--format", "AWQ"], "unknown format `AWQ`\n  did you mean awq?"),
+        (&["--format", "autoawq"], "did you mean awq?"),
+        (&["--format", "compressed_tensors"], "did you mean compressed-tensors?"),
+        (&["--format", "GGUF"], "did you mean gguf?"),
+        (&[gguf[0], gguf[1], gguf[2], "Q4_KM"], "mixture `Q4_KM`\n  did you mean Q4_K_M?"),
+        (&[gguf[0], gguf[1], gguf[2], "Q8_0", "--override", "down_proj=Q6K"], "did you mean Q6_K?"),
+        (&["--packing", "streem"], "did you mean stream? known packings"),
+        (&["--mask", "prompt"], "did you mean prompts? known masks"),
+        (&["--search", "fats"], "did you mean fast? known searches"),
+        (&["--method", "gptq", "--act-order", "static_groups"], "did you mean static-groups?"),
+        (&["--method", "gptq", "--layer-inputs", "Float"], "did you mean float?"),
+        (&["--method", "smoothquant", "--smooth-producers", "norm"], "did you mean norms?"),
+        (&["--scale-search", "swep"], "did you mean sweep?"),
+        (&["--expert-tokens", "routet"], "did you mean routed?"),
+    ];
+    for (options, expected) in plans {
+        let run = quant(args!["plan", m].into_iter().chain(options.iter().map(Into::into)));
+        check_message(&options.join(" "), &run, 2, &[*expected]);
+    }
+    let out = model.path().join("out");
+    let text = args!["quantize", m, "-o", &out, "--group-size", "32", "--calibration", "builtn"];
+    check_message("a text", &quant(text), 4, &["did you mean builtin? give the path of a text"]);
+    for (profile, meant) in
+        [("gtpq-64", "gptq-64"), ("GPTQ-64", "gptq-64"), ("lm-eval-rolling-64", "lmeval-rolling-64")]
+    {
+        let run = quant(args!["eval", m, "--text", "builtin-heldout", "--profile", profile]);
+        check_message(profile, &run, 2, &[&format!("did you mean {meant}? known profiles")]);
+    }
+    let run = quant(args!["eval", m, "--text", "builtin_heldout"]);
+    check_message("an evaluation text", &run, 4, &["did you mean builtin-heldout?"]);
+    check_message(
+        "a printed preset",
+        &quant(args!["plan", "--print-recipe", "rtn-w8"]),
+        2,
+        &["did you mean rtn-w8a16?"],
+    );
+    let file = model.path().join("mine.toml");
+    std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nmethod = \"gtpq\"\n").unwrap();
+    let run = quant(args!["plan", m, "--recipe", &file]);
+    check_message("a recipe file", &run, 2, &["unknown quantize.method `gtpq`", "did you mean gptq?"]);
+}
+
 /// A recipe file is equivalent to the same options, and its errors name the line.
 #[test]
 fn recipe_files() {

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use quant_tests::models::TinyLlama;
-use quant_tests::program::quant;
+use quant_tests::program::{Running, command, quant};
 use quant_tests::{args, workspace_root};
 
 fn document(name: &str) -> String {
@@ -98,6 +98,27 @@ fn flags_of(subcommand: &str) -> BTreeSet<String> {
     let names = own.flat_map(|l| l.split_whitespace().take_while(|w| w.starts_with('-')).map(str::to_owned));
     let long = names.flat_map(|n| flags(&n)).filter(|f| f != "--help");
     long.collect()
+}
+
+/// The options that most people need fit a screen; `--help` lists all of them.
+#[test]
+fn the_short_help_fits_a_screen() {
+    let lines = |verb: &str, option: &str, columns: u32| {
+        let mut help = command(args![verb, option]);
+        help.env("COLUMNS", columns.to_string());
+        let help = Running::start(help).wait().succeeded().stdout;
+        assert!(help.lines().all(|line| line.chars().count() <= columns as usize), "{help}");
+        help.lines().count()
+    };
+    for verb in ["quantize", "plan"] {
+        let [wide, narrow] = [100, 80].map(|columns| lines(verb, "-h", columns));
+        assert!(wide <= 40 && narrow <= 55, "{verb} -h: {wide} lines at 100 columns, {narrow} at 80");
+        assert!(lines(verb, "--help", 100) > 3 * wide, "{verb} --help lists every option");
+        let all = flags_of(verb);
+        for rare in ["--imatrix", "--save-imatrix", "--split-max-size", "--pre", "--requantize"] {
+            assert!(all.contains(rare), "{verb} --help does not list {rare}");
+        }
+    }
 }
 
 /// The flags that every command takes have their own section.

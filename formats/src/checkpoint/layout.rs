@@ -106,11 +106,6 @@ impl ShardLayout {
         self.tensor_bytes
     }
 
-    /// The name of the shard that holds a tensor.
-    pub fn shard_of(&self, tensor: &str) -> Option<&str> {
-        self.position(tensor).map(|(shard, _)| self.shards[shard].name.as_str())
-    }
-
     pub(crate) fn shards(&self) -> &[ShardFile] {
         &self.shards
     }

@@ -2,6 +2,7 @@
 
 use super::Error;
 use crate::checkpoint::WEIGHT_FLOATS;
+use crate::names::suggestion;
 use crate::wording::Remedy;
 
 impl Error {
@@ -105,8 +106,11 @@ impl Error {
                 this linear float with ‹ignore›"
                     .into()
             }
-            Self::UnknownText { known, .. } => {
-                format!("give the path of a text or .jsonl file, or one of these sets: {}", known.join(", "))
+            Self::UnknownText { name, known } => {
+                let known: Vec<&str> = known.iter().map(String::as_str).collect();
+                let listed =
+                    format!("give the path of a text or .jsonl file, or one of these sets: {}", known.join(", "));
+                suggestion(name, listed, &known)
             }
             Self::Io { .. } => "check the path, its permissions, and the disk".into(),
             Self::Memory { .. } => {

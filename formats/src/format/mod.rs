@@ -24,6 +24,7 @@ use std::collections::BTreeMap;
 use serde_json::Value;
 
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
+use crate::names::unknown;
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, CachePart, LinearScheme};
 use crate::{Error, Result};
@@ -458,7 +459,7 @@ pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &Gptq
 pub fn container(name: &str) -> Result<&'static dyn Container> {
     CONTAINERS.iter().copied().find(|c| c.name() == name).ok_or_else(|| {
         let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
-        Error::usage(format!("unknown format `{name}`"), format!("known formats: {}", known.join(", ")))
+        unknown("format", name, "formats", &known)
     })
 }
 

@@ -301,14 +301,6 @@ impl GridRule {
             false => Err(GridError::Overflow { extent, exact, dtype: self.scale_dtype }),
         }
     }
-
-    /// Returns the grid for these weights: [`fit`](Self::fit) on their [`Extent`].
-    ///
-    /// # Errors
-    /// As `fit`; [`GridError::NonFinite`] when a weight is NaN or infinite.
-    pub fn fit_weights(self, weights: &[f32]) -> Result<Grid, GridError> {
-        self.fit(Extent::of(weights).ok_or(GridError::NonFinite)?)
-    }
 }
 
 /// The scale of a group of an MX format with largest magnitude `amax`: a power of two, at least 2⁻¹²⁷.

@@ -36,7 +36,7 @@ fn every_group_gets_its_own_grid() {
         assert_eq!(tensor.scales.len(), n * k / size);
         assert_eq!(tensor.zeros.is_none(), scheme.is_symmetric());
         for (g, part) in weights.chunks(size).enumerate() {
-            let grid = rule.fit_weights(part).unwrap();
+            let grid = rule.fit(Extent::of(part).unwrap()).unwrap();
             assert_eq!(tensor.scales[g], grid.scale());
             assert_eq!(tensor.zeros.as_ref().map_or(grid.zero(), |z| z[g]), grid.zero());
             for (i, &w) in part.iter().enumerate() {

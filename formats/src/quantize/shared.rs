@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use super::grid::{Grid, GridError, GridRule};
 use super::rows::{RowsError, SourceRows, group_size};
 use crate::checkpoint::Dtype;
+use crate::names::unknown;
 use crate::scheme::{BLOCK, FloatFormat, Granularity, LinearScheme, ScaleFormat};
 use crate::{Error, Result};
 
@@ -71,10 +72,7 @@ impl FromStr for ScaleSearch {
             "amax" => Ok(Self::Amax),
             "four-over-six" => Ok(Self::FourOverSix),
             "sweep" => Ok(Self::Sweep),
-            _ => Err(Error::usage(
-                format!("unknown scale search `{text}`"),
-                "known searches: amax, four-over-six, sweep",
-            )),
+            _ => Err(unknown("scale search", text, "searches", &["amax", "four-over-six", "sweep"])),
         }
     }
 }

@@ -200,11 +200,6 @@ impl LinearScheme {
             _ => self.granularity.group_size(columns),
         }
     }
-
-    /// Whether inputs are rounded to integers.
-    pub fn has_integer_activations(&self) -> bool {
-        matches!(self.activations, ActivationScheme::Token | ActivationScheme::Static { .. })
-    }
 }
 
 pub(super) fn common_divisor(mut a: usize, mut b: usize) -> usize {
@@ -295,7 +290,7 @@ mod tests {
         assert_eq!(dtype("mxfp8", Dtype::Bf16), Dtype::F8E8M0);
         assert_eq!(dtype("w4a16", Dtype::F16), Dtype::F16);
         assert!(scheme("nvfp4").has_static_activations() && scheme("fp8-static").has_static_activations());
-        assert!(!scheme("fp8").has_static_activations() && !scheme("fp8").has_integer_activations());
+        assert!(!scheme("fp8").has_static_activations());
         assert!(scheme("wf8a16-tensor").shares_over_tensor() && !scheme("wf8a16-b128").shares_over_tensor());
         assert_eq!(Granularity::Block.group_size(320), 64, "blocks of 128 end at 128, 256 and 320");
     }

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use super::KV_CONFIG_KEY;
 use crate::checkpoint::ConfigFields;
+use crate::names::suggestion;
 use crate::{Error, Result};
 
 /// The cached form of keys and values: integers on asymmetric grids, with a scale and a zero point in f16 per token and
@@ -119,7 +120,7 @@ impl FromStr for KvScheme {
         Self::ALL.into_iter().find(|scheme| scheme.to_string() == text).ok_or_else(|| {
             Error::usage(
                 format!("unknown KV cache `{}`", text.escape_default()),
-                "known values: kv4, kv8, kvf8",
+                suggestion(text, "known values: kv4, kv8, kvf8", &["kv4", "kv8", "kvf8"]),
             )
         })
     }

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use super::float::{self, BLOCK, FLOAT_SCHEMES, NV_GROUP};
 use super::{ActivationScheme, FloatFormat, Granularity, LinearScheme, WeightFormat};
+use crate::names::nearest;
 use crate::{Error, Result};
 
 /// The requested format of a weight.
@@ -252,7 +253,7 @@ fn known_integers() -> String {
 }
 
 /// Names that other tools use for some of these schemes.
-const FOREIGN: [(&str, &str); 12] = [
+const FOREIGN: [(&str, &str); 14] = [
     ("int2", "w2a16"),
     ("int3", "w3a16"),
     ("int4", "w4a16"),
@@ -264,21 +265,32 @@ const FOREIGN: [(&str, &str); 12] = [
     ("8", "w8a16"),
     ("w4", "w4a16"),
     ("w8", "w8a16"),
+    ("q4", "w4a16"),
+    ("q8", "w8a16"),
     ("nf4", "w4a16"),
 ];
 const FREQUENT: [&str; 7] =
     ["w4a16-g128", "w4a16", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
 const ALIKE: f64 = 0.8;
 
-fn suggestion(text: &str) -> Option<&'static str> {
+/// The scheme that was probably intended.
+fn suggestion(text: &str) -> Option<String> {
     let text = text.to_ascii_lowercase();
-    if let Some((_, scheme)) = FOREIGN.iter().find(|(name, _)| *name == text) {
-        return Some(scheme);
+    // `int4-g128` is `w4a16-g128`: a suffix of the scheme, such as -asym, comes after the group size.
+    let (first, rest) = text.split_at(text.find('-').unwrap_or(text.len()));
+    if let Some((_, scheme)) = FOREIGN.iter().find(|(name, _)| *name == first) {
+        let (weight, suffix) = scheme.split_at(scheme.find('-').unwrap_or(scheme.len()));
+        let whole = format!("{weight}{rest}{suffix}");
+        let is_valid = whole.parse::<SchemeRequest>().is_ok();
+        return Some(if is_valid { whole } else { (*scheme).to_owned() });
     }
     let aliases = float::ALIASES.iter().map(|(name, _)| name);
     let names = FREQUENT.iter().chain(aliases).chain(FLOAT_SCHEMES.iter());
     let likeness = names.map(|name| (strsim::jaro_winkler(&text, name), *name));
-    likeness.filter(|(alike, _)| *alike >= ALIKE).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
+    likeness
+        .filter(|(alike, _)| *alike >= ALIKE)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, name)| name.to_owned())
 }
 
 /// Whether this is llama.cpp's name of a GGUF type: `q4_k_m`, `IQ4_XS`.
@@ -294,7 +306,8 @@ fn not_understood(text: &str, part: &str) -> Error {
         let name = text.to_ascii_uppercase();
         return Error::usage(message, format!("{name} is a GGUF quantization type: add ‹format=gguf›"));
     }
-    if ["bf16", "f16", "f32"].iter().any(|name| text.eq_ignore_ascii_case(name)) {
+    let floats = ["bf16", "f16", "f32", "fp16", "fp32", "float16", "bfloat16", "float32"];
+    if floats.iter().any(|name| text.eq_ignore_ascii_case(name)) {
         return Error::usage(
             message,
             "to write floats, add ‹format=safetensors›, or ‹format=gguf› for a GGUF file",
@@ -314,10 +327,12 @@ fn not_understood(text: &str, part: &str) -> Error {
             ),
         );
     }
+    let suffixes = ["sym", "asym", "channel", "progressive", "static"];
+    let meant = nearest(part, suffixes).map_or_else(String::new, |near| format!("did you mean -{near}?\n  "));
     Error::usage(
         message,
         format!(
-            "a scheme consists of {integers}; a16 or a8; optionally kv4, kv8 or kvf8 (for the cache \
+            "{meant}a scheme consists of {integers}; a16 or a8; optionally kv4, kv8 or kvf8 (for the cache \
             of the whole model); optionally -channel or a group size (-g32, -g64, -g128 …); optionally -sym \
             or -asym; optionally -progressive (w4 in groups) and -static or -static-asym (a8). Examples: \
             w4a16-g64-asym, w8a8, w4a8-g128-progressive. Other schemes: {}",

@@ -122,9 +122,14 @@ fn four_bit_integers_under_fp8_activations() {
 #[test]
 fn names_of_other_tools_and_misspelled_ones_are_answered_with_ours() {
     let remedy = |text: &str| text.parse::<SchemeRequest>().unwrap_err().remedy().to_string();
-    for (text, meant) in
-        [("int4", "w4a16"), ("INT8", "w8a16"), ("w4a61", "w4a16"), ("w4a16g128", "w4a16"), ("nvfp5", "nvfp4")]
-    {
+    for (text, meant) in [
+        ("int4", "w4a16"),
+        ("INT8", "w8a16"),
+        ("w4a61", "w4a16"),
+        ("w4a16g128", "w4a16"),
+        ("nvfp5", "nvfp4"),
+        ("int4-g32", "w4a16-g32"),
+    ] {
         let remedy = remedy(text);
         let first = remedy.lines().next().unwrap();
         assert!(first.starts_with(&format!("did you mean {meant}")), "{text}: {remedy}");

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use quant_core::calibrate::{ChatTemplate, Conversation};
 use quant_core::generate::{End, Generator};
+use quant_core::names::suggestion;
 use quant_core::{Error, Result};
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
@@ -120,7 +121,9 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
                 settings.seed = settings.seed.wrapping_add(1);
             }
             _ if command.starts_with('/') && !command[1..].contains('/') => {
-                output::print_message(&format!("unknown command {command}; type /help for a list"));
+                let known = ["/new", "/system", "/retry", "/help", "/exit", "/quit"];
+                let remedy = suggestion(command, "type /help for a list", &known);
+                output::print_message(&format!("unknown command {command}; {remedy}"));
                 continue;
             }
             _ => talk.push("user", line),

@@ -26,7 +26,7 @@ pub struct Args {
     #[arg(long, value_name = "PRESET", conflicts_with = "model")]
     print_recipe: Option<String>,
     /// Print the JSON schema of recipe files, for editors, and nothing else
-    #[arg(long, conflicts_with_all = ["model", "print_recipe"])]
+    #[arg(long, hide_short_help = true, conflicts_with_all = ["model", "print_recipe"])]
     print_recipe_schema: bool,
     #[command(flatten)]
     recipe: RecipeOptions,

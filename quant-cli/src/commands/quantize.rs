@@ -23,24 +23,27 @@ use crate::recipe::RecipeOptions;
 pub struct Args {
     /// Model directory or GGUF file, or org/name or org/name@revision on a hub
     pub model: PathBuf,
-    /// Output directory, or a file whose name ends in .gguf; it is created only when complete and verified
+    /// Output directory, or a file whose name ends in .gguf
     ///
-    /// With several formats it contains one directory per format. The name of a .gguf file implies --format gguf.
+    /// It is created only when it is complete and verified. With several formats it contains one directory per format. The name of a .gguf file implies --format gguf.
     #[arg(long, short)]
     pub output: PathBuf,
     // Not a doc comment, which would become part of the help.
     #[allow(missing_docs)]
     #[command(flatten)]
     pub recipe: RecipeOptions,
-    /// Calibration text: a file (plain text, or .jsonl with `text` or `messages`) or a named set [default: builtin]
+    /// Calibration text: a file or the name of a set [default: builtin]
+    ///
+    /// A file is plain text, or .jsonl with `text` or `messages`.
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     pub calibration: Option<String>,
     /// Write the maximum of each input channel to FILE (safetensors), for --channel-maxima
     #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "Calibration")]
     pub save_channel_maxima: Option<PathBuf>,
-    /// Memory that the run may use, such as 8GiB, or `auto` for 80 % of the available memory
+    /// Memory that the run may use, such as 8GiB
     ///
-    /// Hidden states that do not fit are kept in files next to OUT. The output does not depend on this option.
+    /// `auto` is 80 % of the available memory. Hidden states that do not fit are kept in files next to OUT. The output
+    /// does not depend on this option.
     #[arg(long, value_name = "SIZE", default_value = "auto")]
     pub memory_budget: String,
     /// Replace OUT if it exists, once the new one is complete

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::HiddenStates;
 use crate::model::{Block, BlockGraph, NodeId, with_values};
+use crate::names::suggestion;
 use crate::{CancelToken, Error, Result};
 
 /// The tokens on which an expert's linears are calibrated.
@@ -40,7 +41,7 @@ impl FromStr for ExpertTokens {
             "all" => Ok(Self::All),
             _ => Err(Error::usage(
                 format!("unknown value `{text}` for the tokens of experts"),
-                "known values: routed, all",
+                suggestion(text, "known values: routed, all", &["routed", "all"]),
             )),
         }
     }

@@ -17,6 +17,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::TokenUse;
+use crate::names::unknown;
 use crate::{Error, Result};
 
 /// How documents are packed into windows.
@@ -54,10 +55,7 @@ impl FromStr for Packing {
             "auto" => Ok(Self::Auto),
             "stream" => Ok(Self::Stream),
             "documents" => Ok(Self::Documents),
-            _ => Err(Error::usage(
-                format!("unknown packing `{text}`"),
-                "known packings: auto, stream, documents",
-            )),
+            _ => Err(unknown("packing", text, "packings", &["auto", "stream", "documents"])),
         }
     }
 }
@@ -69,7 +67,7 @@ impl FromStr for Mask {
         match text {
             "none" => Ok(Self::None),
             "prompts" => Ok(Self::Prompts),
-            _ => Err(Error::usage(format!("unknown mask `{text}`"), "known masks: none, prompts")),
+            _ => Err(unknown("mask", text, "masks", &["none", "prompts"])),
         }
     }
 }

@@ -142,16 +142,8 @@ impl TextTokenizer {
         Ok(self.encode_batches(texts, true, false)?.into_iter().map(|encoded| encoded.ids).collect())
     }
 
-    /// [`encode`](Self::encode), with the byte range of each token in the text. A token that the tokenizer adds has an
-    /// empty range.
-    ///
-    /// # Errors
-    /// When the tokenizer fails on the text.
-    pub fn encode_with_places(&self, text: &str) -> Result<PlacedTokens> {
-        Ok(placed(self.encode_one(text, true, true)?))
-    }
-
-    /// [`encode_with_places`](Self::encode_with_places) for several texts.
+    /// [`encode_all`](Self::encode_all), with the byte range of each token in its text. A token that the tokenizer adds
+    /// has an empty range.
     ///
     /// # Errors
     /// When the tokenizer fails on one of them.

@@ -5,8 +5,9 @@ use std::borrow::Cow;
 use super::method::TRANSFORMS;
 use super::{METHODS, Method};
 use crate::format::{CONTAINERS, Container, containers_with};
-use crate::keys::{StepKey, suggestion};
+use crate::keys::StepKey;
 use crate::model::Preparation;
+use crate::names::{suggestion, unknown};
 use crate::round::{DEFAULT, ROUNDINGS, Rounding};
 use crate::transform::Transform;
 use crate::{Error, Result};
@@ -149,14 +150,14 @@ impl Extensions {
                 || self.roundings.iter().any(|r| r.name() == step)
         };
         if steps.len() == 1 && !known(name) {
-            let known: Vec<_> = self.methods().map(|m| &*m.name).collect();
-            return Err(Error::usage(
-                format!("unknown method `{name}`"),
-                format!(
-                    "known methods: {}; or list steps separated by commas, as in rotate,awq,gptq",
-                    known.join(", ")
-                ),
-            ));
+            let mut known: Vec<_> = self.methods().map(|m| &*m.name).collect();
+            let listed = format!(
+                "known methods: {}; or list steps separated by commas, as in rotate,awq,gptq",
+                known.join(", ")
+            );
+            known.extend(self.steps().into_iter().map(|(step, _)| step));
+            let remedy = suggestion(name, listed, &known);
+            return Err(Error::usage(format!("unknown method `{name}`"), remedy));
         }
         let named = steps.last().and_then(|last| self.rounding(last));
         if named.is_some() {
@@ -193,9 +194,7 @@ impl Extensions {
         self.containers().find(|c| c.name() == name).ok_or_else(|| {
             let mut known: Vec<_> = self.containers().map(|c| c.name()).collect();
             known.extend(OTHER_OUTPUTS.map(|other| other.name));
-            let listed = format!("known formats: {}", known.join(", "));
-            let remedy = suggestion(name, listed, &known);
-            Error::usage(format!("unknown format `{name}`"), remedy)
+            unknown("format", name, "formats", &known)
         })
     }
 

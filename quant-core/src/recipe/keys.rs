@@ -5,7 +5,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{METHODS, Method, Recipe, steps};
-use crate::keys::{StepKey, as_text_if_string, suggestion};
+use crate::keys::{StepKey, as_text_if_string};
+use crate::names::suggestion;
 use crate::round::ROUNDINGS;
 use crate::{Error, Result};
 
@@ -89,8 +90,8 @@ impl Recipe {
             [] => "leave them out: it has no steps with settings".to_owned(),
             _ => format!("its steps are {}", own.join(", ")),
         };
-        let is_known = steps().iter().any(|(name, _)| *name == step)
-            || ROUNDINGS.iter().any(|rounding| rounding.name() == step);
+        let known: Vec<_> = steps().into_iter().map(|(name, _)| name).collect();
+        let known = [known, ROUNDINGS.iter().map(|rounding| rounding.name()).collect()].concat();
         if self.method.rounding.name() == step {
             return Error::usage(
                 format!("‹steps› has settings of `{step}`, which has none"),
@@ -99,9 +100,9 @@ impl Recipe {
         }
         Error::usage(
             format!("‹steps› has settings of `{step}`, which is not a step of method `{}`", self.method.name),
-            match is_known {
+            match known.contains(&step) {
                 true => format!("{listed}; to use `{step}`, {}", method_with(step)),
-                false => suggestion(step, listed, &own),
+                false => suggestion(step, listed, &known),
             },
         )
     }

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use super::Extensions;
 use crate::keys::StepKey;
 use crate::model::Preparation;
+use crate::names::suggestion;
 use crate::round::{DEFAULT, Gptq, Nearest, ROUNDINGS, Rounding};
 use crate::transform::{
     Awq, Clip, Reorder, Search, SmoothAttention, SmoothOutputs, SmoothQuant, Transform, TransformSettings,
@@ -127,7 +128,7 @@ impl Method {
                 format!("`{name}` is not a step of method `{}`", self.name),
                 match steps[..] {
                     [] => "this method has no steps that can be skipped".to_owned(),
-                    _ => format!("its steps are {}", steps.join(", ")),
+                    _ => suggestion(name, format!("its steps are {}", steps.join(", ")), &steps),
                 },
             ));
         }
@@ -173,10 +174,10 @@ impl Method {
                     let prepared = Preparation::ALL.into_iter().map(Preparation::name);
                     let mut known: Vec<_> = known.iter().map(|t| t.name()).chain(prepared).collect();
                     known.sort_unstable();
-                    return Err(Error::usage(
-                        format!("unknown step `{step}`"),
-                        format!("the steps are {}", known.join(", ")),
-                    ));
+                    let listed = format!("the steps are {}", known.join(", "));
+                    known.extend(Rounding::ALL.iter().map(|rounding| rounding.name()));
+                    let remedy = suggestion(step, listed, &known);
+                    return Err(Error::usage(format!("unknown step `{step}`"), remedy));
                 }
             }
         }

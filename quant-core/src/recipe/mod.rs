@@ -32,9 +32,11 @@ pub use repack::REPACK;
 pub use select::SelectorMatches;
 pub use time::Rates;
 
+use crate::Result;
 use crate::calibrate::Sampling;
 use crate::format::{CONTAINERS, Container};
 use crate::model::{KvScheme, Model, Preparation};
+use crate::names::unknown;
 use crate::scheme::{ActivationScheme, SchemeRequest};
 use crate::transform::{SettingsType, TransformSettings, fold_norms, rotate};
 use crate::{Error, Result};
@@ -153,11 +155,11 @@ impl Recipe {
     /// The recipe of a preset.
     ///
     /// # Errors
-    /// [`Error::Usage`] if there is no such preset; the remedy lists all.
+    /// [`Error::Usage`](crate::Error::Usage) if there is no such preset; the remedy lists all.
     pub fn preset(name: &str) -> Result<Self> {
         let preset = PRESETS.iter().find(|p| p.name == name).ok_or_else(|| {
             let known: Vec<_> = PRESETS.iter().map(|p| p.name).collect();
-            Error::usage(format!("unknown preset `{name}`"), format!("known presets: {}", known.join(", ")))
+            unknown("preset", name, "presets", &known)
         })?;
         let method = method(preset.method)?;
         let (scheme, kv) = kv::split(preset.scheme)?;

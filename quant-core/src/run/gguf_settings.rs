@@ -9,6 +9,7 @@ use super::settings::{Given, RecipeSettings, set_twice};
 use crate::blocks::{BLOCK_TYPES, BlockSearch, BlockType, block_type};
 use crate::calibrate::{Packing, Sampling};
 use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
+use crate::names::unknown;
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Extensions, Pattern, no_key, step_of};
 use crate::round::BlockRounding;
@@ -205,20 +206,14 @@ impl RecipeSettings {
 fn mixture(name: &str) -> Result<&'static Mixture> {
     gguf::mixture(name).ok_or_else(|| {
         let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
-        Error::usage(
-            format!("unknown GGUF quantization type or mixture `{name}`"),
-            format!("known types: {}", known.join(", ")),
-        )
+        unknown("GGUF quantization type or mixture", name, "types", &known)
     })
 }
 
 fn kind_of(name: &str) -> Result<&'static BlockType> {
     block_type(name).ok_or_else(|| {
         let known: Vec<&str> = BLOCK_TYPES.iter().map(|kind| kind.name).collect();
-        Error::usage(
-            format!("unknown GGUF tensor type `{name}`"),
-            format!("known types: {}", known.join(", ")),
-        )
+        unknown("GGUF tensor type", name, "types", &known)
     })
 }
 

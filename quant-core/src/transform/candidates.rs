@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::names::unknown;
 use crate::{Error, Result};
 
 #[derive(Debug, Clone)]
@@ -35,7 +36,7 @@ impl FromStr for Search {
         match text {
             "fast" => Ok(Self::Fast),
             "reference" => Ok(Self::Reference),
-            _ => Err(Error::usage(format!("unknown search `{text}`"), "known searches: fast, reference")),
+            _ => Err(unknown("search", text, "searches", &["fast", "reference"])),
         }
     }
 }

@@ -61,11 +61,6 @@ impl ProcessWorkers {
         Self { arguments, ..self }
     }
 
-    /// Sets other limits.
-    pub fn with_limits(self, limits: Limits) -> Self {
-        Self { limits, ..self }
-    }
-
     /// Sets a fallback for systems on which no process can be started. Using it logs a warning. A temporary lack of
     /// memory, processes or open files is still an error.
     pub fn or_else(self, instead: Arc<dyn TextWorkers>) -> Self {

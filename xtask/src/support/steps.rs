@@ -13,6 +13,8 @@ use super::shell::Held;
 pub struct Steps {
     rows: Vec<Row>,
     only: Vec<String>,
+    /// The names of all steps so far, whether they ran or not.
+    known: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -27,7 +29,7 @@ struct Row {
 impl Steps {
     /// All steps, or only those named in `only` if it is not empty.
     pub fn new(only: &[String]) -> Self {
-        Self { rows: Vec::new(), only: only.to_vec() }
+        Self { only: only.to_vec(), ..Self::default() }
     }
 
     fn is_chosen(&self, name: &str) -> bool {
@@ -41,11 +43,14 @@ impl Steps {
         others(self);
         if let Some(started) = started {
             self.step(name, || started?.finish());
+        } else {
+            self.known.push(name.to_owned());
         }
     }
 
     /// Runs a step if it is selected.
     pub fn step(&mut self, name: &str, action: impl FnOnce() -> Result<()>) {
+        self.known.push(name.to_owned());
         if !self.is_chosen(name) {
             return;
         }
@@ -62,7 +67,7 @@ impl Steps {
     /// Prints the table.
     ///
     /// # Errors
-    /// When a step failed, or none ran.
+    /// When a step failed, or a chosen name is not that of a step.
     pub fn finish(self) -> Result<()> {
         // Failures are repeated at the end.
         for row in &self.rows {
@@ -71,8 +76,12 @@ impl Steps {
             }
         }
         println!("\n{}", self.table());
-        if self.rows.is_empty() {
-            bail!("no step is named {}", self.only.join(", "));
+        if let Some(name) = self.only.iter().find(|name| !self.known.contains(name)) {
+            let distances =
+                self.known.iter().map(|known| (strsim::osa_distance(known, &name.to_lowercase()), known));
+            let near = distances.min().filter(|(distance, _)| 2 * distance <= name.len());
+            let meant = near.map_or_else(String::new, |(_, near)| format!("did you mean {near}? "));
+            bail!("no step is named {name}; {meant}the steps are {}", self.known.join(", "));
         }
         let failed: Vec<_> = self.rows.iter().filter(|r| r.failure.is_some()).map(|r| &*r.name).collect();
         if !failed.is_empty() {
@@ -139,7 +148,11 @@ mod tests {
         steps.step("first", || bail!("must not run"));
         steps.step("second", || Ok(()));
         steps.finish().unwrap();
-        assert!(Steps::new(&["third".into()]).finish().is_err());
+        let mut steps = Steps::new(&["first".into(), "Secnod".into()]);
+        steps.step("first", || Ok(()));
+        steps.step("second", || bail!("must not run"));
+        let message = steps.finish().unwrap_err().to_string();
+        assert_eq!(message, "no step is named Secnod; did you mean second? the steps are first, second");
     }
 
     #[test]

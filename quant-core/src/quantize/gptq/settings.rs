@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::keys::{StepKey, no_such_key, parse_count, parse_number, parse_text};
+use crate::names::unknown;
 use crate::{Error, Result};
 
 /// The order in which columns are rounded, and when the grids of groups are computed.
@@ -42,14 +43,9 @@ impl FromStr for ActOrder {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        [Self::None, Self::StaticGroups, Self::GroupAware].into_iter().find(|o| o.name() == text).ok_or_else(
-            || {
-                Error::usage(
-                    format!("unknown act order `{text}`"),
-                    "known values: none, static-groups, group-aware",
-                )
-            },
-        )
+        let all = [Self::None, Self::StaticGroups, Self::GroupAware];
+        let found = all.into_iter().find(|order| order.name() == text);
+        found.ok_or_else(|| unknown("act order", text, "values", &all.map(Self::name)))
     }
 }
 
@@ -80,9 +76,9 @@ impl FromStr for LayerInputs {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        [Self::Quantized, Self::Float].into_iter().find(|i| i.name() == text).ok_or_else(|| {
-            Error::usage(format!("unknown layer inputs `{text}`"), "known values: quantized, float")
-        })
+        let all = [Self::Quantized, Self::Float];
+        let found = all.into_iter().find(|inputs| inputs.name() == text);
+        found.ok_or_else(|| unknown("layer inputs", text, "values", &all.map(Self::name)))
     }
 }
 

@@ -14,7 +14,7 @@ use toml::Spanned;
 use super::super::{Extensions, schema};
 use super::START;
 use crate::calibrate::{ExpertTokens, Mask, Packing};
-use crate::keys::suggestion;
+use crate::names::suggestion;
 use crate::quantize::ScaleSearch;
 use crate::round::Rounding;
 use crate::transform::{Transform, TransformSettings};

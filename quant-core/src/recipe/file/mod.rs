@@ -58,6 +58,7 @@ use entries::*;
 use super::{Extensions, Method, Pattern, Recipe, kv};
 use crate::calibrate::{ExpertSampling, Sampling};
 use crate::checkpoint::read_capped;
+use crate::names::suggestion;
 use crate::round::DEFAULT;
 use crate::scheme::SchemeRequest;
 use crate::transform::TransformSettings;
@@ -268,13 +269,11 @@ impl RecipeFile {
             None => DEFAULT,
             Some(name) => extensions.rounding(name).ok_or_else(|| {
                 let names: Vec<_> = extensions.roundings().map(|r| r.name()).collect();
-                Error::usage(
-                    format!("unknown quantize.method `{name}`"),
-                    format!(
-                        "quantize.method must be {}; steps before rounding are [[transform]] entries",
-                        names.join(" or ")
-                    ),
-                )
+                let listed = format!(
+                    "quantize.method must be {}; steps before rounding are [[transform]] entries",
+                    names.join(" or ")
+                );
+                Error::usage(format!("unknown quantize.method `{name}`"), suggestion(name, listed, &names))
             })?,
         };
         let kinds: Vec<&str> = self.transform.iter().map(|t| t.kind.as_str()).collect();

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::calibrate::ChannelMaxima;
 use crate::keys::{StepKey, no_such_key, parse_text};
+use crate::names::unknown;
 use crate::transform::settings::alpha_key;
 use crate::transform::{Alpha, TransformSettings};
 use crate::{Error, Result};
@@ -90,7 +91,7 @@ impl FromStr for Producers {
         match text {
             "norms" => Ok(Self::Norms),
             "all" => Ok(Self::All),
-            _ => Err(Error::usage(format!("unknown producers `{text}`"), "known producers: norms, all")),
+            _ => Err(unknown("producers", text, "producers", &["norms", "all"])),
         }
     }
 }
