@@ -207,7 +207,10 @@ impl WeightLayout {
         let tile_groups = tile_groups || (self.float.is_some() && group_size == 16);
         let repeated = group_size.is_multiple_of(TILE_K) && (order == Order::Float || progressive);
         if !(tile_groups || repeated || layout.row_is_group()) {
-            return Err(KernelError::Scheme("the group size must be 32, 64, 128 or the row width"));
+            return Err(KernelError::Scheme(
+                "the group size must be 32, 64, 128 or the row width, 16 for floating-point codes, or a multiple \
+                of 128 for float activations or progressive weights",
+            ));
         }
         if layout.row_is_group() && layout.signed() && code_bits == 4 {
             let activation = if sums { 255 } else { 128 };
