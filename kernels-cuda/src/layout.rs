@@ -108,6 +108,8 @@ pub enum Section {
     RowSums = 4,
 }
 
+const GROUP_SIZES: &str = "the group size must be 32, 64, 128 or the row width, 16 for floating-point codes, or a \
+    multiple of 128 for float activations or progressive weights";
 pub(crate) const SUPER_BLOCKS: &str =
     "the kernels for GPUs do not support super-blocks (GGUF's Q4_K, Q5_K and Q6_K)";
 
@@ -207,7 +209,7 @@ impl WeightLayout {
         let tile_groups = tile_groups || (self.float.is_some() && group_size == 16);
         let repeated = group_size.is_multiple_of(TILE_K) && (order == Order::Float || progressive);
         if !(tile_groups || repeated || layout.row_is_group()) {
-            return Err(KernelError::Scheme("the group size must be 32, 64, 128 or the row width"));
+            return Err(KernelError::Scheme(GROUP_SIZES));
         }
         if layout.row_is_group() && layout.signed() && code_bits == 4 {
             let activation = if sums { 255 } else { 128 };
@@ -435,7 +437,7 @@ mod tests {
             WeightLayout::from_parts(shape, bits, group, scales, zero_point, order, sums).unwrap_err()
         };
         let (float, int8) = (Order::Float, Order::Int8);
-        let group = KernelError::Scheme("the group size must be 32, 64, 128 or the row width");
+        let group = KernelError::Scheme(GROUP_SIZES);
         assert_eq!(of([16, 256], 4, 16, ScaleType::F16, Some(8), float, false), group);
         let floats =
             |size, scales| WeightLayout::from_float_parts([16, 256], FloatFormat::E2m1, size, scales);

@@ -31,7 +31,7 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
     """A checkpoint as a model of the harness.
 
-    ``pretrained`` is its directory. ``execution``, ``kv``, ``max_length`` and ``threads`` are as in
+    ``pretrained`` is its directory or GGUF file. ``execution``, ``kv``, ``max_length`` and ``threads`` are as in
     :class:`fewbits.Model`; ``add_bos_token``, ``prefix_token_id`` and ``max_gen_toks`` as in the harness's ``hf``
     model. ``batch_size`` and ``max_batch_size`` have no effect, because requests of equal length run together;
     ``device`` may only be ``cpu``.

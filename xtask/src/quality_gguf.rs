@@ -127,8 +127,7 @@ fn compare(less: &[f64], more: &[f64]) -> (f64, f64, &'static str) {
     (difference, error, word)
 }
 
-/// Writes `out.gguf` by one of the methods. Except by the first, `llama-quantize`, it must have about the size of the
-/// file that it replaces.
+/// The results of all rows so far.
 struct Measured {
     csv: Vec<String>,
     /// Claims that do not hold.

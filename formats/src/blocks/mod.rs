@@ -2,8 +2,8 @@
 //! floats.
 //!
 //! A block type is data ([`BlockType`]): its name and id, the size of a block, and functions that encode and decode
-//! rows. [`BlockType::encode`] uses the reference search. Its bytes equal those of llama.cpp's quantizer, which
-//! computes in scalar `f32` in the same order, except where that stores NaN as a scale of IQ4_NL.
+//! rows. [`BlockType::encode`] uses the reference search. Except in two cases that `docs/formats/gguf.md` describes, its
+//! bytes equal those of llama.cpp's quantizer, which computes in scalar `f32` in the same order.
 //! [`BlockType::encode_refined`] uses this crate's own search. `docs/formats/gguf.md` draws the blocks.
 
 mod block;

@@ -3,10 +3,10 @@
 //! `QUANT_ISA` forces a path: `scalar`; on x86-64 `avx2`, `avxvnni`, `avx512vnni`, `avx512bf16` or `amx`; on AArch64
 //! `neon`, `neondot` or `neoni8mm`; on any processor `amxemulated`, or `f32` for the widest path that does not split
 //! floats into bf16. Surrounding whitespace and case are ignored. For an unknown name, or a path that the processor
-//! lacks, [`Isa::detect_checked`] returns an error; a program should call it when it starts. [`Isa::detect`] cannot
-//! fail, and then selects another fast path.
+//! lacks, [`Isa::detect_checked`] returns an error; a program should call it when it starts. [`Isa::detect`] then
+//! returns a path that the processor has.
 //!
-//! The default is the fastest path of the processor: the widest, except where the table in `preference` says otherwise.
+//! The default is the fastest path of the processor: the widest, unless the table in `preference` says otherwise.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;

@@ -1,7 +1,7 @@
 //! The definition of every result: scalar, portable, in an order that is easy to follow. The kernels are tested against
 //! these functions.
 //!
-//! The inputs are quantized or packed rows, so that rounding of activations is not part of the comparison.
+//! The inputs of products are quantized or packed rows, so that rounding of activations is not part of the comparison.
 
 mod activation;
 mod experts;

@@ -11,7 +11,7 @@ use crate::registry::Entry;
 
 /// Maximum number of splits of a sequence.
 pub const MAX_SPLITS: usize = 32;
-/// Minimum number of tokens per split.
+/// Minimum number of tokens of every split except the last.
 pub const MIN_SPLIT: usize = 512;
 /// Shared memory in bytes that a block can have on every architecture, with opt-in.
 const SHARED_LIMIT: usize = 96 * 1024;
@@ -51,7 +51,7 @@ pub struct DecodeShape {
 pub struct SplitRule {
     /// Maximum number of splits.
     pub max_splits: usize,
-    /// Minimum number of tokens per split, a multiple of 64.
+    /// Minimum number of tokens of every split except the last, a multiple of 64.
     pub min_split: usize,
 }
 
