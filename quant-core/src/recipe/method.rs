@@ -175,7 +175,7 @@ impl Method {
                     let mut known: Vec<_> = known.iter().map(|t| t.name()).chain(prepared).collect();
                     known.sort_unstable();
                     let listed = format!("the steps are {}", known.join(", "));
-                    known.extend(Rounding::ALL.iter().map(|rounding| rounding.name()));
+                    known.extend(ROUNDINGS.iter().map(|rounding| rounding.name()));
                     let remedy = suggestion(step, listed, &known);
                     return Err(Error::usage(format!("unknown step `{step}`"), remedy));
                 }

@@ -39,7 +39,6 @@ use crate::model::{KvScheme, Model, Preparation};
 use crate::names::unknown;
 use crate::scheme::{ActivationScheme, SchemeRequest};
 use crate::transform::{SettingsType, TransformSettings, fold_norms, rotate};
-use crate::{Error, Result};
 
 /// A named combination of method and scheme.
 #[derive(Debug)]
