@@ -106,7 +106,7 @@ enum Contents {
     /// A float tensor as stored in the file.
     Float(Bytes),
     /// A weight that is already quantized.
-    Packed(QuantizedTensor),
+    Packed(Box<QuantizedTensor>),
 }
 
 impl Source {
@@ -120,7 +120,7 @@ impl Source {
     ) -> Result<Self> {
         if let Action::Repack { module, .. } = &entry.action {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
-            let contents = Contents::Packed(job.model.packed(module, shape)?);
+            let contents = Contents::Packed(Box::new(job.model.packed(module, shape)?));
             return Ok(Self { contents, sha256: sha256_of(job, entry)? });
         }
         let bytes = match held.take(&entry.stored) {
@@ -142,7 +142,7 @@ impl Source {
     /// Returns a weight that was already quantized, and the SHA-256 of its tensors.
     pub(super) fn packed(self) -> Result<(QuantizedTensor, String)> {
         match self.contents {
-            Contents::Packed(tensor) => Ok((tensor, self.sha256)),
+            Contents::Packed(tensor) => Ok((*tensor, self.sha256)),
             Contents::Float(_) => Err(Error::Internal("expected a packed weight, found a float one".into())),
         }
     }
