@@ -55,7 +55,7 @@ fn scattered(format: &str, scheme: &str) -> [(MemorySource, Map<String, Value>);
         let quantized =
             parts.iter().chain(&["weight_zero_point"]).any(|part| name.ends_with(&format!(".{part}")));
         if !quantized {
-            float.insert(name, dtype.clone(), shape.clone(), bytes.clone()).unwrap();
+            float.insert(name, dtype, shape.clone(), bytes.clone()).unwrap();
         }
         if !changed.contains_key(name) {
             ours.insert(name, dtype, shape, bytes).unwrap();

@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use common::{Tiny, recipe, run, windows};
 use quant_core::calibrate::HiddenStates;
+use quant_core::checkpoint::MemorySink;
 use quant_core::model::WeightBody;
+use quant_core::pipeline::{Job, quantize};
 use quant_core::quantize::gptq::LayerInputs;
 use quant_core::quantize::{
     ErrorStats, QuantizedTensor, RowsError, ScaleContext, SourceRows, quantize_within,
@@ -18,7 +20,7 @@ use quant_core::round::{
 };
 use quant_core::run::RecipeSettings;
 use quant_core::transform::{StepKey, TransformSettings, Workload};
-use quant_core::{Category, Error, Result, TensorSource};
+use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
 use serde_json::{Value, json};
 
 /// Registers the two types under their names.
@@ -217,6 +219,30 @@ fn a_rounding_works_in_stages() {
             [&plain, &staged].map(|r| Plan::peak_memory(&Plan::all(&model, r).unwrap(), &model));
         assert!(before < SOLVED && after >= SOLVED, "{before} and {after}");
     }
+}
+
+#[test]
+fn a_rounding_with_the_name_of_a_field_is_refused() {
+    #[derive(Debug)]
+    struct Dtype;
+    impl Rounding for Dtype {
+        fn name(&self) -> &'static str {
+            "dtype"
+        }
+        fn summary(&self) -> &'static str {
+            "has the name of a field of the report"
+        }
+    }
+    let extensions = Extensions { roundings: vec![&Dtype], ..Extensions::default() };
+    let model = Tiny::default().random(5).model();
+    let recipe = Recipe { method: extensions.method("dtype").unwrap(), ..recipe("rtn", "w8a16-g16-sym") };
+    let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+    let mut sink = MemorySink::new(plan.outputs()).unwrap();
+    let (observer, cancel) = (&Silent, &CancelToken::new());
+    let job = Job { model: &model, plan: &plan, windows: None, maxima: None, observer, cancel };
+    let error = quantize(&job, &mut sink).unwrap_err();
+    assert_eq!((error.category(), error.category().exit_code()), (Category::Usage, 2));
+    assert!(error.to_string().contains("the step `dtype` has the name of a field"), "{error}");
 }
 
 #[test]

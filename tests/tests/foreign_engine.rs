@@ -438,13 +438,13 @@ fn positions_without_logits_end_the_evaluation() {
     struct Short;
     impl LogitsBatch for Short {
         fn logits(&mut self, _: usize, positions: Range<usize>, out: &mut Vec<f32>) -> Result<(), Failure> {
-            out.resize(out.len() + 10 * positions.len() - 1, 0.0);
+            out.resize(out.len() + 50 * positions.len() - 1, 0.0);
             Ok(())
         }
     }
     impl LogitsModel for Short {
         fn vocab(&self) -> usize {
-            10
+            50
         }
         fn logits(&self, _: &[u32], _: usize, _: &mut Vec<f32>) -> Result<(), Failure> {
             Ok(())
@@ -456,7 +456,7 @@ fn positions_without_logits_end_the_evaluation() {
     let (text, engine): (_, &dyn LogitsModel) = (numbered(&[20]), &Short);
     let error = perplexity(engine, &text, &mut Journal::none(), &Silent, &CancelToken::new()).unwrap_err();
     assert_eq!(error.category().exit_code(), 6);
-    assert!(error.to_string().contains("189 logits for 19 positions and a vocabulary of 10"), "{error}");
+    assert!(error.to_string().contains("949 logits for 19 positions and a vocabulary of 50"), "{error}");
 }
 
 /// A tokenizer of an engine, without a file.

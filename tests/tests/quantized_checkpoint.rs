@@ -10,6 +10,7 @@ use quant_kernels_cpu::{FloatRows, IsaToken, RowLayout, Serial};
 use quant_tests::args;
 use quant_tests::models::{RawTensor, edit_config, read_safetensors, safetensors, write_cut_demo_model};
 use quant_tests::program::quant;
+use quant_tests::refusal::check_message;
 use serde_json::json;
 
 const LINEARS: [&str; 7] = [
@@ -128,4 +129,65 @@ fn what_is_not_a_quantized_checkpoint_is_refused() {
     }
     edit_config(&out, &json!({ "quantization_config": { "quant_method": "unheard of" } }));
     refused(&out, "unheard of");
+}
+
+/// A GPTQ checkpoint with `desc_act`, as other programs write it: groups of scattered inputs.
+#[test]
+fn scattered_groups_are_read_and_not_repacked() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    write_cut_demo_model(&at("model"), 1);
+    let ours = at("gptq");
+    quantize(&at("model"), &ours, "gptq", "w4a16-g32-sym");
+    let settings = QuantizedCheckpoint::open(&ours).unwrap().config()["quantization_config"].clone();
+    let file = ours.join("model.safetensors");
+    let whole = std::fs::read(&file).unwrap();
+    // Input `i` belongs to the group of input `7 i`, which is a permutation because no width is a multiple of 7.
+    let scatter = |change: &dyn Fn(&mut Vec<usize>)| {
+        std::fs::write(&file, &whole).unwrap();
+        let mut tensors = read_safetensors(&file);
+        for index in tensors.iter_mut().filter(|tensor| tensor.name.ends_with(".g_idx")) {
+            let k = index.data.len() / 4;
+            assert!(!k.is_multiple_of(7));
+            let mut groups: Vec<usize> = (0..k).map(|i| 7 * i % k / 32).collect();
+            change(&mut groups);
+            index.data = groups.iter().flat_map(|&group| (group as i32).to_le_bytes()).collect();
+        }
+        std::fs::write(&file, safetensors(&tensors)).unwrap();
+    };
+    scatter(&|_| {});
+    let mut settings = settings;
+    settings["desc_act"] = json!(true);
+    edit_config(&ours, &json!({ "quantization_config": settings }));
+    let checkpoint = QuantizedCheckpoint::open(&ours).unwrap();
+    let order = checkpoint.input_order("model.layers.0.mlp.up_proj").unwrap().unwrap();
+    let k = order.len();
+    assert!(order.iter().enumerate().all(|(c, &input)| 7 * input as usize % k / 32 == c / 32), "{order:?}");
+    quant(args!["inspect", &ours]).succeeded();
+
+    let convert = |out: &str, options: &[&str]| {
+        let line = args!["quantize", &ours, "-o", at(out)];
+        quant(line.into_iter().chain(options.iter().map(std::ffi::OsString::from)))
+    };
+    for format in ["awq", "compressed-tensors", "gptq"] {
+        let run = convert("converted", &["--format", format]);
+        check_message(format, &run, 2, &["groups of inputs that are not adjacent", "--requantize"]);
+    }
+    let run = convert("converted.gguf", &[]);
+    check_message("gguf", &run, 4, &["groups of inputs are not adjacent", "no index of groups"]);
+    assert!(!at("converted").exists() && !at("converted.gguf").exists());
+
+    let again = ["--requantize", "--method", "rtn", "--scheme", "w8a16-g32-sym"];
+    convert("again", &again).succeeded();
+    let read_back = |path: &Path| {
+        let model = Model::open(&ModelDirectory::open(path).unwrap()).unwrap().dequantized().unwrap();
+        model.source().read_f32("model.layers.0.mlp.up_proj.weight").unwrap()
+    };
+    let (before, after) = (read_back(&ours), read_back(&at("again")));
+    let largest = before.iter().fold(0.0_f32, |largest, w| largest.max(w.abs()));
+    assert!(before.iter().zip(&after).all(|(a, b)| (a - b).abs() < largest / 100.0));
+
+    scatter(&|groups| groups[3] = groups.len());
+    let run = convert("damaged", &again);
+    check_message("damaged", &run, 4, &["g_idx` assigns input 3 to group"]);
 }

@@ -9,6 +9,7 @@ mod decision;
 mod finish;
 mod program;
 mod read_back;
+mod records;
 mod report;
 mod search;
 mod source;

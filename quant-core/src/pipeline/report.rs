@@ -8,11 +8,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
+use super::records::{check_names, typed};
 use super::{Job, REPORT};
 use crate::calibrate::{ExpertSampling, Mask, Packing, TokenWindows};
 use crate::checkpoint::{Dtype, TensorInfo, parse_strictly, read_capped};
@@ -338,12 +338,6 @@ impl TensorReport {
     }
 }
 
-/// Takes the record that has a field of its own out of the others. A record of a different form stays there.
-fn typed<T: DeserializeOwned>(records: &mut BTreeMap<String, Value>, name: &str) -> Option<T> {
-    let record = records.get(name).and_then(|record| T::deserialize(record).ok());
-    record.inspect(|_| drop(records.remove(name)))
-}
-
 /// The line of a tensor in the digest of the input, in parts.
 fn line(tensor: &TensorReport) -> std::array::IntoIter<&[u8], 4> {
     [tensor.tensor.as_bytes(), b" ", tensor.source_sha256.as_bytes(), b"\n"].into_iter()
@@ -351,6 +345,7 @@ fn line(tensor: &TensorReport) -> std::array::IntoIter<&[u8], 4> {
 
 impl QuantReport {
     pub(super) fn new(job: &Job<'_>) -> Result<Self> {
+        check_names(job)?;
         let (method, settings) = (&job.plan.method, &job.plan.settings);
         let described = method.rounding.described(settings);
         let described =

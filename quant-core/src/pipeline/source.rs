@@ -97,7 +97,8 @@ pub(super) struct Source {
 
 enum Contents {
     Float(Bytes),
-    Packed(QuantizedTensor),
+    /// A weight that is already quantized.
+    Packed(Box<QuantizedTensor>),
 }
 
 impl Source {
@@ -111,7 +112,7 @@ impl Source {
     ) -> Result<Self> {
         if let Action::Repack { module, .. } = &entry.action {
             let shape = [entry.info.shape[0], entry.info.shape[1]];
-            let contents = Contents::Packed(job.model.packed(module, shape)?);
+            let contents = Contents::Packed(Box::new(job.model.packed(module, shape)?));
             return Ok(Self { contents, sha256: sha256_of(job, entry)? });
         }
         let bytes = match held.take(&entry.stored) {
@@ -131,7 +132,7 @@ impl Source {
 
     pub(super) fn packed(self) -> Result<(QuantizedTensor, String)> {
         match self.contents {
-            Contents::Packed(tensor) => Ok((tensor, self.sha256)),
+            Contents::Packed(tensor) => Ok((*tensor, self.sha256)),
             Contents::Float(_) => Err(Error::Internal("expected a packed weight, found a float one".into())),
         }
     }

@@ -28,13 +28,26 @@ pub enum ActOrder {
     GroupAware,
 }
 
+/// A value of a setting, its name in options and recipes, and a description.
+type Named<T> = (T, &'static str, &'static str);
+
 impl ActOrder {
+    const ALL: [Named<Self>; 3] = [
+        (Self::None, "none", "ascending, with grids computed from updated weights"),
+        (Self::StaticGroups, "static-groups", "largest inputs first, with grids computed beforehand"),
+        (
+            Self::GroupAware,
+            "group-aware",
+            "groups with the largest inputs first, and within them columns with the largest inputs",
+        ),
+    ];
+
     /// The name in options and recipes.
     pub fn name(self) -> &'static str {
         match self {
-            Self::None => "none",
-            Self::StaticGroups => "static-groups",
-            Self::GroupAware => "group-aware",
+            Self::None => Self::ALL[0].1,
+            Self::StaticGroups => Self::ALL[1].1,
+            Self::GroupAware => Self::ALL[2].1,
         }
     }
 }
@@ -43,9 +56,8 @@ impl FromStr for ActOrder {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let all = [Self::None, Self::StaticGroups, Self::GroupAware];
-        let found = all.into_iter().find(|order| order.name() == text);
-        found.ok_or_else(|| unknown("act order", text, "values", &all.map(Self::name)))
+        let known = Self::ALL.iter().find(|(_, name, _)| *name == text).map(|(order, ..)| *order);
+        known.ok_or_else(|| unknown("act order", text, "values", &Self::ALL.map(|(_, name, _)| name)))
     }
 }
 
@@ -63,11 +75,16 @@ pub enum LayerInputs {
 }
 
 impl LayerInputs {
+    const ALL: [Named<Self>; 2] = [
+        (Self::Quantized, "quantized", "all earlier layers are quantized, as they will be at inference"),
+        (Self::Float, "float", "all earlier layers are float"),
+    ];
+
     /// The name in options and recipes.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Quantized => "quantized",
-            Self::Float => "float",
+            Self::Quantized => Self::ALL[0].1,
+            Self::Float => Self::ALL[1].1,
         }
     }
 }
@@ -76,14 +93,14 @@ impl FromStr for LayerInputs {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let all = [Self::Quantized, Self::Float];
-        let found = all.into_iter().find(|inputs| inputs.name() == text);
-        found.ok_or_else(|| unknown("layer inputs", text, "values", &all.map(Self::name)))
+        let known = Self::ALL.iter().find(|(_, name, _)| *name == text).map(|(inputs, ..)| *inputs);
+        known.ok_or_else(|| unknown("layer inputs", text, "values", &Self::ALL.map(|(_, name, _)| name)))
     }
 }
 
-fn names(all: &[(&str, &str)]) -> Value {
-    let one = |(name, description): &(&str, &str)| json!({ "const": name, "description": description });
+/// A schema of these names with their descriptions.
+fn names<T>(all: &[Named<T>]) -> Value {
+    let one = |(_, name, description): &Named<T>| json!({ "const": name, "description": description });
     json!({ "oneOf": all.iter().map(one).collect::<Vec<_>>() })
 }
 
@@ -114,18 +131,7 @@ impl GptqSettings {
 
     /// The keys of these settings, for recipe files, requests and the command line.
     pub fn keys() -> Vec<StepKey> {
-        let orders = names(&[
-            ("none", "ascending, with grids computed from updated weights"),
-            ("static-groups", "largest inputs first, with grids computed beforehand"),
-            (
-                "group-aware",
-                "groups with the largest inputs first, and within them columns with the largest inputs",
-            ),
-        ]);
-        let inputs = names(&[
-            ("quantized", "all earlier layers are quantized, as they will be at inference"),
-            ("float", "all earlier layers are float"),
-        ]);
+        let (orders, inputs) = (names(&ActOrder::ALL), names(&LayerInputs::ALL));
         let count = |maximum: Option<usize>| match maximum {
             Some(maximum) => json!({ "type": "integer", "minimum": 1, "maximum": maximum }),
             None => json!({ "type": "integer", "minimum": 1 }),

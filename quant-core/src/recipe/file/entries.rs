@@ -140,7 +140,7 @@ impl TransformEntry {
 #[schemars(deny_unknown_fields, transform = schema::add_roundings)]
 pub(super) struct QuantizeEntry {
     /// The rounding method.
-    #[schemars(schema_with = "schema::rounding", default)]
+    #[schemars(schema_with = "schema::rounding", default, skip_serializing_if = "Option::is_none")]
     pub(super) method: Option<String>,
     /// Weights, activations, KV cache, granularity and symmetry. Without `-sym` or `-asym`, integer weights have the
     /// format's default symmetry.
@@ -149,10 +149,10 @@ pub(super) struct QuantizeEntry {
     /// NVFP4: how the E4M3 scale of a group is chosen.
     pub(super) scale_search: Option<ScaleSearch>,
     /// Linears that stay float: names, globs, or `re:` and a regular expression.
-    #[schemars(with = "Vec<String>", default)]
+    #[schemars(with = "Vec<String>", default, skip_serializing_if = "Vec::is_empty")]
     pub(super) ignore: Vec<Spanned<String>>,
     /// Linears with a scheme of their own; the last match wins.
-    #[schemars(rename = "override", default)]
+    #[schemars(rename = "override", default, skip_serializing_if = "Vec::is_empty")]
     pub(super) overrides: Vec<OverrideEntry>,
     /// The tables `[quantize.NAME]` with the settings of roundings, by name. Every other key is here too, because only
     /// [`Extensions`] knows the names of all roundings.

@@ -162,7 +162,7 @@ fn what_is_wrong_is_said_with_its_place() {
         ),
         (
             "[[transform]]\nkind = \"smoothquant\"\nproducers = 3\n[quantize]\nscheme = \"w8a8\"",
-            "line 3: producers is 3, which is not a string",
+            "line 3: unknown producers `3`",
         ),
         (
             "[[transform]]\nkind = \"awq\"\nsaerch = \"fast\"\n[quantize]\nscheme = \"w4a16\"",
