@@ -38,7 +38,7 @@ pub fn suggestion(name: &str, listed: impl Into<String>, known: &[&str]) -> Stri
     }
 }
 
-/// Returns the error for a name of a `kind` that is none of `known`. `plural` introduces the list of them.
+/// Returns the error for a name of a `kind` that is not in `known`; `plural` introduces the list of known names.
 ///
 /// ```
 /// let error = quant_formats::names::unknown("search", "fats", "searches", &["fast", "reference"]);
