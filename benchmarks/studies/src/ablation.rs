@@ -1,4 +1,4 @@
-//! `cargo xtask ablation`: measures the contribution of each step of QoQ on the real models, by `quant eval
+//! `cargo study ablation`: measures the contribution of each step of QoQ on the real models, by `quant eval
 //! --ablation`.
 //!
 //! Changes of the KL from row to row are paired by window. A step that adds bits or only transforms the model should
@@ -9,11 +9,11 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
+use xtask::bench_rtn::quant_binary;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, shared_dir};
 
-use crate::bench_rtn::quant_binary;
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::texts;
-use crate::support::shell::{output, shared_dir};
 
 /// Increases of at most this many standard errors are not marked.
 const ERRORS: f64 = 2.0;

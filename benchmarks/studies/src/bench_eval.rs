@@ -1,4 +1,4 @@
-//! `cargo xtask bench-eval`: times the evaluator on layers in the shape of Llama 3.2 1B with the full head: on a single
+//! `cargo study bench-eval`: times the evaluator on layers in the shape of Llama 3.2 1B with the full head: on a single
 //! model, against a reference model, and against a stored reference. It is compared with transformers in float32 on the
 //! same windows, in alternating runs.
 
@@ -7,11 +7,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-
-use crate::bench_rtn::{quant_binary, synthetic_model};
-use crate::support::measure::median;
-use crate::support::record::{Record, table, typed_command};
-use crate::support::shell::{remove_dir, root, target_dir};
+use xtask::bench_rtn::{quant_binary, synthetic_model};
+use xtask::support::measure::median;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{remove_dir, root, target_dir};
 
 /// Any text works: the synthetic model's tokens are bytes.
 const TEXT: &str = "calibration-data/corpus/exposition.txt";

@@ -1,5 +1,4 @@
-//! `cargo xtask bench-gguf`: the time of `quant` and of `llama-quantize` to write the same GGUF file, and `quant`'s peak
-//! memory.
+//! `cargo study bench-gguf`: the time of `quant` and of `llama-quantize` to write the same GGUF file.
 //!
 //! Both programs get one thread and the same importance matrix, and run alternately. With `--reference-search`, every
 //! tensor must have the same bytes. The time is that of the whole program: `llama-quantize` reads a GGUF file in f32,
@@ -9,27 +8,23 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Result, ensure};
+use xtask::bench_rtn::quant_binary;
+use xtask::support::llama::Shape;
+use xtask::support::measure::{self, Usage, median};
+use xtask::support::noise::Float;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, target_dir};
+use xtask::synth;
 
-use crate::bench_rtn::{quant_binary, synthetic_model};
 use crate::support::gguf::tensors;
-use crate::support::llama::Shape;
 use crate::support::llama_cpp::LlamaCpp;
-use crate::support::measure::{self, Usage, median};
-use crate::support::noise::Float;
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows;
-use crate::support::shell::{output, target_dir};
-use crate::synth;
 
 /// Types of all matrices: the mixture whose default they are, the type, and the least ratio to `llama-quantize` with
 /// the reference search.
 const TYPES: [(&str, &str, f64); 2] = [("q4_k_s", "q4_k", 3.0), ("iq4_xs", "iq4_xs", 3.0)];
 /// The searches of `quant`, with their options.
 const SEARCHES: [(&str, &[&str]); 2] = [("reference search", &["--reference-search"]), ("own search", &[])];
-/// The largest allowed peak memory in bytes of a 1B model, without and with an importance matrix.
-const PEAKS: [u64; 2] = [1_200_000_000, 1_600_000_000];
-/// The largest allowed ratio of the peak memories of a model and one with half as many layers.
-const GROWTH: f64 = 1.05;
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -43,16 +38,10 @@ pub struct Args {
     /// Measure only the reference search
     #[arg(long)]
     pub reference_only: bool,
-    /// Measure peak memory instead of time, with models of this many and of half as many layers
-    #[arg(long)]
-    pub memory: Option<usize>,
-    /// Calibration windows of 512 tokens, for the peak memory with an importance matrix
-    #[arg(long, default_value_t = 128)]
-    pub samples: usize,
     /// Measure this program instead of building one
     #[arg(long)]
     pub quant: Option<PathBuf>,
-    /// Fail if a limit is exceeded (3 × the speed of `llama-quantize`; 1.2 GB, with an importance matrix 1.6 GB)
+    /// Fail if a limit is exceeded (3 × the speed of `llama-quantize`)
     #[arg(long)]
     pub check: bool,
 }
@@ -62,10 +51,7 @@ pub fn run(args: &Args) -> Result<()> {
     let quant = quant_binary(args.quant.as_deref())?;
     let scratch = target_dir().join("bench-gguf");
     std::fs::create_dir_all(&scratch)?;
-    match args.memory {
-        Some(layers) => memory(args, layers, &quant, &scratch),
-        None => speed(args, &quant, &scratch),
-    }
+    speed(args, &quant, &scratch)
 }
 
 /// The command that writes GGUF. The synthetic tokenizer has none of llama.cpp's pre-tokenizers.
@@ -193,49 +179,4 @@ fn speed(args: &Args, quant: &Path, scratch: &Path) -> Result<()> {
 fn line_of(round: usize, kind: &str, program: &str, usage: &Usage) -> String {
     let Usage { seconds, cpu_seconds, peak_bytes } = usage;
     format!("{round},{kind},{program},{seconds:.3},{cpu_seconds:.2},{peak_bytes}")
-}
-
-fn memory(args: &Args, layers: usize, quant: &Path, scratch: &Path) -> Result<()> {
-    ensure!(layers > 1 && layers.is_multiple_of(2), "--memory must be an even number of layers");
-    let mut csv = vec!["layers,calibration,seconds,peak_bytes".to_owned()];
-    let (mut lines, mut broken) = (Vec::new(), Vec::new());
-    for (calibrated, limit) in [false, true].into_iter().zip(PEAKS) {
-        let mut peaks = Vec::new();
-        for layers in [layers / 2, layers] {
-            let model = synthetic_model(layers)?;
-            let mut command = quantize(quant, &model, &scratch.join("memory.gguf"));
-            command.args(["--scheme", "q4_k_m", "--reference-search", "--threads", "2"]);
-            let text = if calibrated { format!("{} × 512", args.samples) } else { "none".to_owned() };
-            if calibrated {
-                command.args(["--calibration", "builtin", "--seq-len", "512"]);
-                command.args(["--samples", &args.samples.to_string()]);
-            }
-            let usage = measure::run(&mut command)?;
-            println!("{layers} layers, {text}: {:.1} s, {} bytes", usage.seconds, usage.peak_bytes);
-            csv.push(format!("{layers},{text},{:.3},{}", usage.seconds, usage.peak_bytes));
-            let megabytes = format!("{:.0}", usage.peak_bytes as f64 / 1e6);
-            lines.push(vec![layers.to_string(), text.clone(), format!("{:.1}", usage.seconds), megabytes]);
-            if usage.peak_bytes > limit {
-                broken.push(format!("{layers} layers, {text}: {} bytes (limit {limit})", usage.peak_bytes));
-            }
-            peaks.push(usage.peak_bytes as f64);
-        }
-        let growth = peaks[1] / peaks[0];
-        println!("growth {growth:.3}");
-        if growth > GROWTH {
-            broken.push(format!("memory grows {growth:.3} × with twice the layers (limit {GROWTH})"));
-        }
-    }
-    let record = Record {
-        benchmark: "gguf-memory",
-        title: "Peak memory of writing GGUF".into(),
-        command: typed_command(),
-        body: format!(
-            "Synthetic Llama in 1B shape, bf16, tied, as Q4_K_M with the reference search on two threads; without and \
-             with calibration, in windows of 512 tokens.\n\n{}",
-            table(&["layers", "calibration", "seconds", "peak MB (VmHWM)"], &lines)
-        ),
-        csv,
-    };
-    record.conclude(args.check, &broken)
 }

@@ -1,10 +1,9 @@
-//! `cargo xtask bench-gptq`: times one solve and one Hessian of GPTQ, and compares each with faer's time for the matrix
+//! `cargo study bench-gptq`: times one solve and one Hessian of GPTQ, and compares each with faer's time for the matrix
 //! products that it contains.
 
 use anyhow::{Context, Result, ensure};
-
-use crate::support::record::{Record, typed_command};
-use crate::support::shell::{cargo, output};
+use xtask::support::record::{Record, typed_command};
+use xtask::support::shell::{cargo, output};
 
 /// Time limit of a solve with its factorization, as a multiple of the time for faer's Cholesky chain and for the
 /// blocked update at 60 % of faer's rate.

@@ -1,4 +1,4 @@
-//! `cargo xtask bench-qoq`: QoQ on a whole model in the shape of Llama 3.2 1B: the time of each step, and the peak
+//! `cargo study bench-qoq`: QoQ on a whole model in the shape of Llama 3.2 1B: the time of each step, and the peak
 //! memory compared with the prediction of `quant plan`.
 
 use std::path::{Path, PathBuf};
@@ -6,11 +6,10 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-
-use crate::bench_rtn::{quant_binary, synthetic_model};
-use crate::support::measure;
-use crate::support::record::{Record, table, typed_command};
-use crate::support::shell::{remove_dir, root, target_dir};
+use xtask::bench_rtn::{quant_binary, synthetic_model};
+use xtask::support::measure;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{remove_dir, root, target_dir};
 
 /// Any text works: the synthetic model's tokens are bytes.
 const TEXT: &str = "calibration-data/corpus/exposition.txt";

@@ -1,12 +1,11 @@
-//! `cargo xtask gate-trials`: measures the error rates of the accuracy gate on a real model.
+//! `cargo study gate-trials`: measures the error rates of the accuracy gate on a real model.
 
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
-
-use crate::support::record::{Record, table, typed_command};
-use crate::support::shell::{output, root, shared_dir};
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, root, shared_dir};
 
 /// The gate must fail at least this share of the trials with a planted regression.
 const POWER: f64 = 0.8;

@@ -1,4 +1,4 @@
-//! `cargo xtask peers-experts`: the experts of a layer in the shape of Qwen3-30B-A3B. quant's experts in one call,
+//! `cargo study peers-experts`: the experts of a layer in the shape of Qwen3-30B-A3B. quant's experts in one call,
 //! quant's single products, and llama.cpp's experts are measured in one run, interleaved.
 //!
 //! Workers, turns and limits work as in [`peers_kernels`](crate::peers_kernels). All workers get the same routing.
@@ -7,12 +7,12 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use xtask::support::host::clean_commit;
+use xtask::support::measure::median;
+use xtask::support::record::{Record, table, typed_command};
 
 use crate::peers_kernels::install;
 use crate::peers_kernels::worker::{self, Limits, Worker};
-use crate::support::host::clean_commit;
-use crate::support::measure::median;
-use crate::support::record::{Record, table, typed_command};
 
 /// Experts in the layer.
 const EXPERTS: usize = 128;

@@ -1,4 +1,4 @@
-//! `cargo xtask quality`: the accuracy loss of each method on the real models, plain and with planted outliers.
+//! `cargo study quality`: the accuracy loss of each method on the real models, plain and with planted outliers.
 //!
 //! Each row is a model, a calibration text, an evaluation text and a group size. Float, RTN and AWQ run on the same
 //! tokens, so differences are paired. The checked claims are:
@@ -13,11 +13,11 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use xtask::bench_rtn::quant_binary;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-use crate::bench_rtn::quant_binary;
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row};
-use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Share of RTN's loss on planted outliers that AWQ must remove.
 const MIN_LOSS_REMOVED: f64 = 0.4;

@@ -1,4 +1,4 @@
-//! `cargo xtask quality-gguf`: the accuracy loss of GGUF types, as written by `llama-quantize`, by quant's search, and
+//! `cargo study quality-gguf`: the accuracy loss of GGUF types, as written by `llama-quantize`, by quant's search, and
 //! by GPTQ. It is measured on the models whose widths fit these types: a real one, as it is and with planted outliers, and
 //! two that are trained here.
 //!
@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use xtask::bench_rtn::quant_binary;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, shared_dir, target_dir};
 
-use crate::bench_rtn::quant_binary;
 use crate::quality_floats::{divergence, mean};
 use crate::support::llama_cpp::LlamaCpp;
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{Row, TRAINED, quantize, texts};
-use crate::support::shell::{output, shared_dir, target_dir};
 
 /// The real model whose widths are multiples of 256.
 const MODEL: &str = "books-7m";

@@ -1,4 +1,4 @@
-//! `cargo xtask quality-qoq`: QoQ on the real models, as they are and with planted outliers in activations and in keys.
+//! `cargo study quality-qoq`: QoQ on the real models, as they are and with planted outliers in activations and in keys.
 //!
 //! All models are evaluated on the same tokens, so differences are paired. The checked claims, pooled over the rows by
 //! tokens, are:
@@ -14,12 +14,12 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use xtask::bench_rtn::quant_binary;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-use crate::bench_rtn::quant_binary;
 use crate::quality::{Args, Outcome};
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row};
-use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Maximum relative excess of QoQ's perplexity over AWQ's.
 const PERPLEXITY: f64 = 0.015;

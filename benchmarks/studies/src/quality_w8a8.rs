@@ -1,4 +1,4 @@
-//! `cargo xtask quality-w8a8`: the accuracy loss of 8-bit activations on the real models, with and without SmoothQuant,
+//! `cargo study quality-w8a8`: the accuracy loss of 8-bit activations on the real models, with and without SmoothQuant,
 //! plain and with planted outliers.
 //!
 //! All models are evaluated on the same tokens, so differences are paired. The checked claims, pooled over the rows by
@@ -10,12 +10,12 @@
 //!   log-perplexity that W8A8 adds without it.
 
 use anyhow::{Context, Result};
+use xtask::bench_rtn::quant_binary;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-use crate::bench_rtn::quant_binary;
 use crate::quality::{Args, Outcome};
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{quantize, texts};
-use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Maximum increase of log-perplexity by SmoothQuant on the models as they are.
 const LOST: f64 = 0.005;

@@ -1,4 +1,4 @@
-//! `cargo xtask search-agreement`: how often AWQ's fast search makes the same choice as the reference search, and the
+//! `cargo study search-agreement`: how often AWQ's fast search makes the same choice as the reference search, and the
 //! accuracy and time of the fast search relative to the reference.
 //!
 //! Both run on the same calibration batch. The reference measures every candidate on the whole batch, so its report
@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use xtask::bench_rtn::quant_binary;
+use xtask::support::measure;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{remove_dir, shared_dir, target_dir};
 
-use crate::bench_rtn::quant_binary;
-use crate::support::measure;
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::ROWS;
-use crate::support::shell::{remove_dir, shared_dir, target_dir};
 
 /// Maximum mean regret.
 const REGRET_LIMIT: f64 = 0.01;

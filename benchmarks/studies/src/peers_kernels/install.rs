@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use anyhow::{Result, bail};
+use xtask::support::shell::{self, cargo, root, target_dir};
 
 use super::worker::Program;
 use crate::support::llama_cpp::LlamaCpp;
-use crate::support::shell::{self, cargo, root, target_dir};
 
 /// quant's worker first, built unless it is given, then these peers.
 pub fn programs(peers: &[String], ours: Option<&Path>) -> Result<Vec<Program>> {

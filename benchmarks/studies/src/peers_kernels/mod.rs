@@ -1,4 +1,4 @@
-//! `cargo xtask peers-kernels`: compares quant's linear kernels with those of other engines in one run, interleaved.
+//! `cargo study peers-kernels`: compares quant's linear kernels with those of other engines in one run, interleaved.
 //!
 //! Each peer is a process that keeps its own weights, on the same cores and with the same number of threads. For every
 //! shape and number of tokens, the driver runs several rounds. In each round, every contestant has a short turn while
@@ -15,13 +15,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use xtask::support::host::clean_commit;
+use xtask::support::record::{Record, typed_command};
+use xtask::support::shell::target_dir;
 
 use self::report::{Measured, Turn};
 use self::worker::Worker;
 pub use self::worker::cpus;
-use crate::support::host::clean_commit;
-use crate::support::record::{Record, typed_command};
-use crate::support::shell::target_dir;
 
 const SHAPES: [&str; 5] = ["4096x4096", "14336x4096", "4096x14336", "2048x2048", "8192x2048"];
 /// Up to this many tokens, every product reads weights that are not in any cache.
@@ -251,7 +251,7 @@ fn measure(
                     contestant: name.clone(),
                     bytes: *bytes,
                     products: seconds.len(),
-                    seconds: crate::support::measure::median(seconds),
+                    seconds: xtask::support::measure::median(seconds),
                     limits,
                 });
             }

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use xtask::support::measure::median;
+use xtask::support::record::table;
 
 use super::worker::Limits;
-use crate::support::measure::median;
-use crate::support::record::table;
 
 const OURS: &str = "ours";
 /// Up to this many tokens, products are limited by memory bandwidth.

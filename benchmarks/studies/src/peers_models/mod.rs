@@ -1,4 +1,4 @@
-//! `cargo xtask peers-models`: tokens per second of a whole model, compared with llama.cpp and vLLM, in alternating
+//! `cargo study peers-models`: tokens per second of a whole model, compared with llama.cpp and vLLM, in alternating
 //! runs.
 //!
 //! The model is a synthetic one in the shape of Llama 3.2 1B. llama.cpp quantizes it itself; vLLM loads the checkpoints
@@ -11,14 +11,14 @@ use std::process::Command;
 
 use anyhow::{Context, Error, Result, ensure};
 use serde_json::Value;
+use xtask::bench_rtn::{quant_binary, synthetic_model};
+use xtask::support::host::clean_commit;
+use xtask::support::measure::median;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{self, output, remove_dir, root, target_dir};
 
-use crate::bench_rtn::{quant_binary, synthetic_model};
 use crate::peers_kernels::cpus;
-use crate::support::host::clean_commit;
 use crate::support::llama_cpp::LlamaCpp;
-use crate::support::measure::median;
-use crate::support::record::{Record, table, typed_command};
-use crate::support::shell::{self, output, remove_dir, root, target_dir};
 use crate::support::venv::{kernels_python, vllm_python};
 
 /// What to measure.
@@ -300,7 +300,7 @@ fn contestants(args: &Args, programs: &Programs) -> Result<Vec<Contestant>> {
 }
 
 fn linear_bytes(dir: &Path) -> Result<u64> {
-    crate::support::measure::safetensors_of(dir)?.into_iter().map(|p| Ok(p.metadata()?.len())).sum()
+    xtask::support::measure::safetensors_of(dir)?.into_iter().map(|p| Ok(p.metadata()?.len())).sum()
 }
 
 /// The rates of the last repetition: `[seconds]` from the peers' programs, `{"seconds": [seconds]}` from `quant`.

@@ -5,9 +5,9 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
+use xtask::support::shell::{output, root};
 
 use crate::support::rows::Row;
-use crate::support::shell::{output, root};
 use crate::support::venv;
 
 const SCRIPTS: &str = "benchmarks/peers";

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, ensure};
-
-use crate::support::record::table;
+use xtask::support::record::table;
 
 const DAY: f64 = 86_400.0;
 /// The logged steps, and how their lines begin.

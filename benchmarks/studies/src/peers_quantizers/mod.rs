@@ -1,4 +1,4 @@
-//! `cargo xtask peers-awq`, `peers-gptq`, `peers-smoothquant`: compare quant's methods with public quantizers on the
+//! `cargo study peers-awq`, `peers-gptq`, `peers-smoothquant`: compare quant's methods with public quantizers on the
 //! same calibration tokens.
 //!
 //! Peers run as published, in virtual environments with packages from the Python index (`benchmarks/peers/`). Python

@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use xtask::bench_rtn::quant_binary;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 use super::contestant::{Job, Maker, Package, Peer, tokens_sha256};
 use super::contests::{Metric, Quality, Set};
 use super::scores::{Pair, Pooled, Scores, pooled};
-use crate::bench_rtn::quant_binary;
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row, quantize, texts};
-use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Number of rows that are measured concurrently. Nothing is timed here.
 const PARALLEL_RUNS: usize = 2;

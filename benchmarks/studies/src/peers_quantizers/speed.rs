@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Result, bail, ensure};
+use xtask::bench_rtn::{quant_binary, synthetic_model};
+use xtask::support::measure::{self, Usage, median};
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{remove_dir, root, target_dir};
 
 use super::contestant::{Job, Maker, Outcome, Package, Peer, tokens_sha256};
 use super::contests::{Entry, OVER_BEST, Speed};
 use super::log::{table_of_steps, time_of_day, time_until_steps};
-use crate::bench_rtn::{quant_binary, synthetic_model};
-use crate::support::measure::{self, Usage, median};
-use crate::support::record::{Record, table, typed_command};
-use crate::support::shell::{remove_dir, root, target_dir};
 
 const BITS: u32 = 4;
 const GROUP: &str = "128";

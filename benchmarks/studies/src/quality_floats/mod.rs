@@ -1,4 +1,4 @@
-//! `cargo xtask quality-floats`: the accuracy loss of floating-point weights on the real models, compared with integers
+//! `cargo study quality-floats`: the accuracy loss of floating-point weights on the real models, compared with integers
 //! of the same width.
 //!
 //! All schemes are evaluated on the same windows of the same text, so differences are paired, and the errors are those
@@ -17,12 +17,12 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use xtask::bench_rtn::quant_binary;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, remove_dir, shared_dir, target_dir};
 
-use crate::bench_rtn::quant_binary;
 use crate::quality::Args;
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{ROWS, Row, quantize, texts};
-use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// Names, schemes and options of `quant quantize`.
 const CASES: [(&str, &str, &[&str]); 10] = [

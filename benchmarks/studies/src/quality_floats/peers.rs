@@ -1,4 +1,4 @@
-//! `cargo xtask peers-floats`: compares quant's floating-point formats with the same formats as written by the tools of
+//! `cargo study peers-floats`: compares quant's floating-point formats with the same formats as written by the tools of
 //! their publishers: llm-compressor and, if a CPU suffices, NVIDIA's Model Optimizer.
 //!
 //! Peers get quant's calibration tokens. Each runs its own default recipe, and llm-compressor also its search for NVFP4
@@ -8,14 +8,14 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use xtask::bench_rtn::quant_binary;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 use super::{divergence, mean};
-use crate::bench_rtn::quant_binary;
 use crate::peers_quantizers::contestant::{Job, Package, Peer, tokens_sha256};
 use crate::quality::Args;
-use crate::support::record::{Record, table, typed_command};
 use crate::support::rows::{Row, quantize, texts};
-use crate::support::shell::{output, remove_dir, shared_dir, target_dir};
 
 /// The models to compare on.
 const MODELS: [&str; 2] = ["books-7m", "tinystories-656k"];

@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
-
-use super::shell::{self, root, target_dir};
+use xtask::support::shell::{self, root, target_dir};
 
 /// The package with llama.cpp's libraries and headers.
 #[derive(Debug)]

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::Result;
+use xtask::plant;
+use xtask::support::shell::{self, root, target_dir};
 
-use super::shell::{self, root, target_dir};
 use super::venv::interop_python;
-use crate::plant;
 
 /// A row of the tables.
 pub struct Row {

@@ -4,8 +4,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::Result;
-
-use super::shell::{self, root, target_dir};
+use xtask::support::shell::{self, root, target_dir};
 
 /// The interpreter of the environment with the kernel peers, which is created if it is missing.
 ///
