@@ -1,4 +1,4 @@
-// llama.cpp's ggml as a worker of `cargo xtask peers-experts`: experts_ggml LIBRARIES THREADS
+// llama.cpp's ggml as a worker of `cargo study peers-experts`: experts_ggml LIBRARIES THREADS
 //
 // Computes the experts of a layer as llama.cpp's models do: gate and up by `ggml_mul_mat_id`, their product, down by
 // `ggml_mul_mat_id`, multiplication by the tokens' weights, and the sum over a token's experts. Requests are those of

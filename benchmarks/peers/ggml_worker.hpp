@@ -1,4 +1,4 @@
-// The common code of the workers of `cargo xtask peers-kernels` and `peers-experts` that run llama.cpp's ggml: the
+// The common code of the workers of `cargo study peers-kernels` and `peers-experts` that run llama.cpp's ggml: the
 // device and its threads, tensor memory, random numbers, and the answers to requests.
 #pragma once
 

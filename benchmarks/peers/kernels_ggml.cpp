@@ -1,4 +1,4 @@
-// llama.cpp's ggml as a worker of `cargo xtask peers-kernels`: kernels_ggml LIBRARIES THREADS
+// llama.cpp's ggml as a worker of `cargo study peers-kernels`: kernels_ggml LIBRARIES THREADS
 //
 // Reads requests from standard input and answers with lines of JSON, as benchmarks/kernels-worker does. Weights are
 // placed where llama.cpp itself would place them: in the buffer type that repacks them if it supports the product,

@@ -1,4 +1,4 @@
-"""ONNX Runtime, OpenVINO and PyTorch as workers of `cargo xtask peers-kernels`.
+"""ONNX Runtime, OpenVINO and PyTorch as workers of `cargo study peers-kernels`.
 
     kernels_python.py onnxruntime|openvino|torch THREADS
 

@@ -1,4 +1,4 @@
-// Whole models in llama.cpp, for `cargo xtask peers-models`:
+// Whole models in llama.cpp, for `cargo study peers-models`:
 //
 //     models_llama quantize IN.gguf OUT.gguf Q4_0|Q4_K_M|Q8_0 THREADS LIBRARIES
 //     models_llama bench MODEL.gguf PREFILL DECODE REPEAT THREADS LIBRARIES

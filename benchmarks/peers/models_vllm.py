@@ -1,4 +1,4 @@
-"""Times a whole model in vLLM on a CPU, for `cargo xtask peers-models`: models_vllm.py MODEL PREFILL DECODE REPEAT
+"""Times a whole model in vLLM on a CPU, for `cargo study peers-models`: models_vllm.py MODEL PREFILL DECODE REPEAT
 
 Run it with the Python of tests/interop/setup_vllm.sh. The prompt has PREFILL tokens, which are processed at once; then
 DECODE tokens are generated greedily. A repetition runs the prompt twice, with one generated token and with DECODE + 1;

@@ -1,4 +1,4 @@
-"""Trains the small models of `cargo xtask quality-gguf`: train_models.py NAME TOKENIZER TEXT OUT
+"""Trains the small models of `cargo study quality-gguf`: train_models.py NAME TOKENIZER TEXT OUT
 [THREADS]
 
 All widths are multiples of 256, as super-blocks require. A model sees only the given text, which must not be one that

@@ -1,7 +1,7 @@
 //! Measures the error rates of the gate on a real model: planted regressions that it must find, and equal models that
 //! it must not fail.
 //!
-//! `cargo run --release -p quant-evaluator --example gate_trials -- MODEL TEXT` prints counts as JSON; `cargo xtask
+//! `cargo run --release -p quant-evaluator --example gate_trials -- MODEL TEXT` prints counts as JSON; `cargo study
 //! gate-trials` records them.
 //!
 //! Every trial draws its own windows from the text and compares a new model with the unchanged model on these windows,

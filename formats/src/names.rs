@@ -38,12 +38,12 @@ pub fn suggestion(name: &str, listed: impl Into<String>, known: &[&str]) -> Stri
     }
 }
 
-/// Returns the error for a name of a `kind` that is none of `known`. `plural` introduces the list of them.
+/// Returns the error for a name of a `kind` that is not in `known`; `plural` introduces the list of known names.
 ///
 /// ```
 /// let error = quant_formats::names::unknown("search", "fats", "searches", &["fast", "reference"]);
 /// assert_eq!(error.to_string(), "unknown search `fats`");
-/// assert_eq!(error.remedy(), "did you mean fast? known searches: fast, reference");
+/// assert_eq!(error.remedy().to_string(), "did you mean fast? known searches: fast, reference");
 /// ```
 pub fn unknown(kind: &str, name: &str, plural: &str, known: &[&str]) -> Error {
     let listed = format!("known {plural}: {}", known.join(", "));

@@ -248,7 +248,7 @@ fn misspelled_names() {
         (&["--scheme", "q8"], "did you mean w8a16?"),
         (&["--scheme", "W4A16-G128"], "did you mean w4a16-g128?"),
         (&["--scheme", "w4a16-g32-aysm"], "unknown part `aysm`\n  did you mean -asym?"),
-        (&["--scheme", "fp16"], "to write floats, add --format=safetensors"),
+        (&["--scheme", "fp16"], "to write floats, add --format safetensors"),
         (&["--format", "AWQ"], "unknown format `AWQ`\n  did you mean awq?"),
         (&["--format", "autoawq"], "did you mean awq?"),
         (&["--format", "compressed_tensors"], "did you mean compressed-tensors?"),
@@ -261,14 +261,15 @@ fn misspelled_names() {
         (&["--method", "gptq", "--act-order", "static_groups"], "did you mean static-groups?"),
         (&["--method", "gptq", "--layer-inputs", "Float"], "did you mean float?"),
         (&["--method", "smoothquant", "--smooth-producers", "norm"], "did you mean norms?"),
-        (&["--scale-search", "swep"], "did you mean sweep?"),
+        (&["--scheme", "nvfp4a16", "--scale-search", "swep"], "did you mean sweep?"),
         (&["--expert-tokens", "routet"], "did you mean routed?"),
     ];
     for (options, expected) in plans {
         let run = quant(args!["plan", m].into_iter().chain(options.iter().map(Into::into)));
         check_message(&options.join(" "), &run, 2, &[*expected]);
     }
-    let out = model.path().join("out");
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out");
     let text = args!["quantize", m, "-o", &out, "--group-size", "32", "--calibration", "builtn"];
     check_message("a text", &quant(text), 4, &["did you mean builtin? give the path of a text"]);
     for (profile, meant) in
@@ -283,7 +284,7 @@ fn misspelled_names() {
         "a printed preset",
         &quant(args!["plan", "--print-recipe", "rtn-w8"]),
         2,
-        &["did you mean rtn-w8a16?"],
+        &["did you mean rtn-w8a8?"],
     );
     let file = model.path().join("mine.toml");
     std::fs::write(&file, "[quantize]\nscheme = \"w4a16\"\nmethod = \"gtpq\"\n").unwrap();

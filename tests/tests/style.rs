@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use quant_tests::workspace_root;
 
-/// A phrase in lower case, and how often it may occur in documents and in sources. Lower a limit when its count has
-/// fallen.
+/// A phrase in lower case, and how often it occurs in documents and in sources. A count may only fall, and its limit with
+/// it.
 const LIMITS: &[(&str, usize, usize)] = &[
     ("whole numbers", 0, 0),
     ("second cache", 0, 0),
@@ -36,10 +36,10 @@ const LIMITS: &[(&str, usize, usize)] = &[
     ("side by side", 1, 0),
     ("not yet run", 1, 0),
     ("in vain", 0, 0),
-    ("nobody", 2, 5),
+    ("nobody", 2, 9),
     ("of ours", 0, 0),
     ("as alone", 0, 0),
-    ("of another", 2, 14),
+    ("of another", 2, 17),
 ];
 
 /// The project's files with one of these endings, without records and generated files.
@@ -72,19 +72,21 @@ fn count(text: &str, phrase: &str) -> usize {
 }
 
 fn flat(text: &str) -> String {
-    let words = text.split_whitespace().filter(|word| !["//", "///", "//!", "*"].contains(word));
+    let words = text.split_whitespace().filter(|word| !["//", "///", "//!", "*", "#"].contains(word));
     words.collect::<Vec<_>>().join(" ").to_lowercase()
 }
 
 fn texts(endings: &[&str]) -> Vec<String> {
     let mut found = Vec::new();
     files(&workspace_root(), endings, &mut found);
-    found.iter().map(|path| flat(&String::from_utf8_lossy(&std::fs::read(path).unwrap()))).collect()
+    let text = |path: &PathBuf| String::from_utf8_lossy(&std::fs::read(path).unwrap()).into_owned();
+    // `is None` is Python.
+    found.iter().map(|path| flat(&text(path).replace("is None", ""))).collect()
 }
 
 #[test]
 fn phrases_become_rarer() {
-    let [documents, sources] = [texts(&[".md"]), texts(&[".rs", ".h", ".cu", ".cuh"])];
+    let [documents, sources] = [texts(&[".md"]), texts(&[".rs", ".h", ".c", ".cu", ".cuh", ".cpp", ".py"])];
     assert!(documents.len() > 30 && sources.len() > 300, "{} and {}", documents.len(), sources.len());
     let total = |texts: &[String], phrase: &str| texts.iter().map(|text| count(text, phrase)).sum::<usize>();
     let counts: Vec<_> = LIMITS
@@ -92,10 +94,11 @@ fn phrases_become_rarer() {
         .map(|(phrase, ..)| (*phrase, total(&documents, phrase), total(&sources, phrase)))
         .collect();
     let lines: Vec<String> = counts.iter().map(|(p, d, s)| format!("    ({p:?}, {d}, {s}),")).collect();
-    let rose =
-        |(now, limit): (&(&str, usize, usize), &(&str, usize, usize))| now.1 > limit.1 || now.2 > limit.2;
-    let more = counts.iter().zip(LIMITS).any(rose);
-    assert!(!more, "docs/style.md has what to write instead; counted:\n{}", lines.join("\n"));
+    assert!(
+        counts == LIMITS,
+        "docs/style.md has what to write where a count has risen; where it has fallen, lower its limit; counted:\n{}",
+        lines.join("\n")
+    );
 }
 
 #[test]

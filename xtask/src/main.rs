@@ -1,14 +1,13 @@
-//! `cargo xtask`: the single entry point for checks, test models and benchmarks, on a laptop and in CI.
+//! `cargo xtask`: the single entry point for checks, test models and benchmarks, on a laptop and in CI. Studies that
+//! are run seldom are in `benchmarks/studies`.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xtask::{
-    ablation, bench_awq_memory, bench_cpu_time, bench_eval, bench_gguf, bench_gptq, bench_kernels, bench_qoq,
-    bench_rtn, book, charts, ci, cuda, dist, fuzz, gate_trials, gpu, interop, kill_cycles, nightly, outside,
-    peers_experts, peers_kernels, peers_models, peers_quantizers, plant, python, quality, quality_floats,
-    quality_gguf, quality_qoq, quality_w8a8, same_bytes, sanitize, search_agreement, synth,
+    bench_awq_memory, bench_cpu_time, bench_kernels, bench_rtn, book, charts, ci, cuda, dist, fuzz, gpu,
+    interop, kill_cycles, nightly, outside, plant, python, same_bytes, sanitize, synth,
 };
 
 #[derive(Parser)]
@@ -52,62 +51,48 @@ enum Command {
     Synth(synth::Args),
     /// Plant outlier channels in a real Llama checkpoint without changing its logits
     Plant(plant::Args),
-    /// Measure the accuracy loss of each method on the real models, plain and with planted outliers
-    Quality(quality::Args),
-    /// Check the claims of QoQ on the real models, as they are and with planted outliers
-    #[command(name = "quality-qoq")]
-    QualityQoq(quality::Args),
-    /// Measure what each step of QoQ contributes on the real models
-    Ablation(ablation::Args),
-    /// Measure the accuracy loss of 8-bit activations on the real models, with and without SmoothQuant
-    #[command(name = "quality-w8a8")]
-    QualityW8a8(quality::Args),
-    /// Measure the accuracy loss of floating-point weights on the real models, compared with integers of the same width
-    #[command(name = "quality-floats")]
-    QualityFloats(quality::Args),
-    /// Compare quant's floating-point weights with those of llm-compressor and Model Optimizer on the same tokens
-    PeersFloats(quality::Args),
-    /// Measure the accuracy loss of GGUF types on a real model: by llama-quantize, by quant's search and by GPTQ
-    #[command(name = "quality-gguf")]
-    QualityGguf(quality_gguf::Args),
-    /// Measure the speed of GGUF's searches against llama-quantize, and peak memory
-    #[command(name = "bench-gguf")]
-    BenchGguf(bench_gguf::Args),
-    /// Measure the error rates of the accuracy gate on a real model
-    GateTrials(gate_trials::Args),
     /// Measure the kernels against the limits of the machine, and write a record
     BenchKernels(bench_kernels::Args),
-    /// Compare AWQ's fast search with the reference: choices, regret, time
-    SearchAgreement(search_agreement::Args),
-    /// Compare quant's AWQ with llm-compressor's, on the same calibration tokens
-    PeersAwq(peers_quantizers::Args),
-    /// Compare quant's GPTQ with llm-compressor's and gptqmodel's, on the same calibration tokens
-    PeersGptq(peers_quantizers::Args),
-    /// Compare quant's SmoothQuant with llm-compressor's, on the same calibration tokens
-    #[command(name = "peers-smoothquant")]
-    PeersSmoothQuant(peers_quantizers::QualityArgs),
-    /// Compare quant's kernels with those of other engines, interleaved within one run
-    PeersKernels(peers_kernels::Args),
-    /// Compare the experts of a layer in one call with single products and with llama.cpp's experts, interleaved within one run
-    PeersExperts(peers_experts::Args),
-    /// Compare whole models with llama.cpp: tokens per second of prefill and decode
-    PeersModels(peers_models::Args),
-    /// Time one solve and one Hessian of GPTQ against the products in them
-    BenchGptq(bench_gptq::Args),
-    /// Time the steps of QoQ on a whole synthetic model, and measure its memory
-    BenchQoq(bench_qoq::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
     BenchRtn(bench_rtn::Args),
     /// Compare the CPU time of RTN, AWQ and GPTQ with that of an earlier revision, in pairs
     BenchCpuTime(bench_cpu_time::Args),
-    /// Time the evaluator on a model in 1B shape against transformers, in alternating runs
-    BenchEval(bench_eval::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
     BenchAwqMemory(bench_awq_memory::Args),
 }
 
+/// The commands by purpose, as the help lists them.
+const GROUPS: [(&str, &[&str]); 4] = [
+    (
+        "For every change",
+        &["ci", "interop", "cuda", "python", "outside", "sanitize", "kill-cycles", "same-bytes"],
+    ),
+    ("Every night", &["nightly", "book", "fuzz", "dist"]),
+    ("Tools", &["synth", "plant", "charts", "gpu"]),
+    ("Benchmarks", &["bench-kernels", "bench-rtn", "bench-cpu-time", "bench-awq-memory"]),
+];
+
+/// The help, with the commands in groups, which clap does not support.
+fn help(cli: &clap::Command) -> String {
+    let mut text =
+        format!("{}\n\nUsage: cargo xtask <COMMAND>\n", cli.get_about().cloned().unwrap_or_default());
+    for (title, names) in GROUPS {
+        text += &format!("\n{title}:\n");
+        for command in names.iter().filter_map(|name| cli.find_subcommand(name)) {
+            let about = command.get_about().cloned().unwrap_or_default();
+            text += &format!("  {:17} {about}\n", command.get_name());
+        }
+    }
+    text + "\n`cargo xtask COMMAND --help` lists the options of a command. `cargo study --help` lists the studies behind \
+            the other records of benchmarks/record.\n"
+}
+
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let cli = Cli::command();
+    let help = help(&cli);
+    let matches = cli.override_help(help).get_matches();
+    let parsed = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let outcome = match parsed.command {
         Command::Ci(args) => ci::run(&args),
         Command::Nightly(args) => nightly::run(&args),
         Command::Interop => interop::run(&[]),
@@ -124,28 +109,9 @@ fn main() -> ExitCode {
         Command::SameBytes(args) => same_bytes::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),
-        Command::Quality(args) => quality::run(&args),
-        Command::QualityQoq(args) => quality_qoq::run(&args),
-        Command::QualityFloats(args) => quality_floats::run(&args),
-        Command::PeersFloats(args) => quality_floats::peers::run(&args),
-        Command::QualityGguf(args) => quality_gguf::run(&args),
-        Command::BenchGguf(args) => bench_gguf::run(&args),
-        Command::QualityW8a8(args) => quality_w8a8::run(&args),
-        Command::GateTrials(args) => gate_trials::run(&args),
         Command::BenchKernels(args) => bench_kernels::run(&args),
-        Command::SearchAgreement(args) => search_agreement::run(&args),
-        Command::PeersAwq(args) => peers_quantizers::run(&args, &peers_quantizers::AWQ),
-        Command::PeersGptq(args) => peers_quantizers::run(&args, &peers_quantizers::GPTQ),
-        Command::PeersSmoothQuant(args) => peers_quantizers::smoothquant(&args),
-        Command::PeersKernels(args) => peers_kernels::run(&args),
-        Command::PeersExperts(args) => peers_experts::run(&args),
-        Command::PeersModels(args) => peers_models::run(&args),
-        Command::BenchGptq(args) => bench_gptq::run(&args),
-        Command::Ablation(args) => ablation::run(&args),
-        Command::BenchQoq(args) => bench_qoq::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchCpuTime(args) => bench_cpu_time::run(&args),
-        Command::BenchEval(args) => bench_eval::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
     };
     match outcome {
@@ -154,5 +120,23 @@ fn main() -> ExitCode {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_lists_every_command_once() {
+        let cli = Cli::command();
+        let mut all: Vec<&str> = cli.get_subcommands().map(|command| command.get_name()).collect();
+        let mut grouped = GROUPS.iter().flat_map(|(_, names)| *names).copied().collect::<Vec<_>>();
+        all.sort_unstable();
+        grouped.sort_unstable();
+        assert_eq!(all, grouped);
+        let help = help(&cli);
+        assert!(help.contains("  fuzz              Run the fuzz targets under libFuzzer\n"), "{help}");
+        Cli::command().debug_assert();
     }
 }

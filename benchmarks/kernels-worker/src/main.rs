@@ -1,5 +1,5 @@
-//! Runs the kernels of quant or of candle as a worker of `cargo xtask peers-kernels`: `kernels-worker ours|candle
-//! THREADS`; and the experts of a layer as a worker of `cargo xtask peers-experts`: `kernels-worker experts THREADS`.
+//! Runs the kernels of quant or of candle as a worker of `cargo study peers-kernels`: `kernels-worker ours|candle
+//! THREADS`; and the experts of a layer as a worker of `cargo study peers-experts`: `kernels-worker experts THREADS`.
 //!
 //! It reads requests from standard input, one per line, and answers each with a line of JSON. The workers of other
 //! peers (`benchmarks/peers/kernels_*`) use the same protocol:

@@ -68,9 +68,12 @@ pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// The command as typed, for a record.
+/// The command as typed, for a record: `cargo xtask` or, in the program `studies`, `cargo study`.
 pub fn typed_command() -> String {
-    format!("cargo xtask {}", without_places(std::env::args().skip(1)).join(" "))
+    let mut args = std::env::args();
+    let program = args.next().map(PathBuf::from).unwrap_or_default();
+    let alias = if program.file_stem().is_some_and(|stem| stem == "studies") { "study" } else { "xtask" };
+    format!("cargo {alias} {}", without_places(args).join(" "))
 }
 
 /// The arguments without options that give the path of an existing program.

@@ -1,0 +1,379 @@
+//! `cargo study peers-models`: tokens per second of a whole model, compared with llama.cpp and vLLM, in alternating
+//! runs.
+//!
+//! The model is a synthetic one in the shape of Llama 3.2 1B. llama.cpp quantizes it itself; vLLM loads the checkpoints
+//! of quant. Each turn is a separate process on the same cores, which runs everything twice; only the second run
+//! counts.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Error, Result, ensure};
+use serde_json::Value;
+use xtask::bench_rtn::{quant_binary, synthetic_model};
+use xtask::support::host::clean_commit;
+use xtask::support::measure::median;
+use xtask::support::record::{Record, table, typed_command};
+use xtask::support::shell::{self, output, remove_dir, root, target_dir};
+
+use crate::peers_kernels::cpus;
+use crate::support::llama_cpp::LlamaCpp;
+use crate::support::venv::{kernels_python, vllm_python};
+
+/// What to measure.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Numbers of threads
+    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    threads: Vec<usize>,
+    /// quant's schemes, also for the head
+    #[arg(long, value_delimiter = ',', default_value = "w4a16-g128")]
+    schemes: Vec<String>,
+    /// Leave the head of quant's checkpoints in bf16
+    #[arg(long)]
+    float_head: bool,
+    /// llama.cpp's types, also for the head; empty leaves llama.cpp out
+    #[arg(long, value_delimiter = ',', default_value = "Q4_0,Q4_K_M")]
+    types: Vec<String>,
+    /// Also run quant's checkpoints in vLLM's CPU build, which needs a float head; the environment takes 3 GB
+    #[arg(long, requires = "float_head")]
+    vllm: bool,
+    /// Tokens of the prompt, processed at once
+    #[arg(long, default_value_t = 512)]
+    prefill: usize,
+    /// Tokens generated after it
+    #[arg(long, default_value_t = 128)]
+    decode: usize,
+    /// Rounds, each of which runs every contestant once
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Decoder blocks; with 16, the model has 1.24 billion parameters
+    #[arg(long, default_value_t = 16)]
+    layers: usize,
+    /// One round and few tokens, to check that everything works; writes no record
+    #[arg(long)]
+    quick: bool,
+    /// The program, if it has already been built
+    #[arg(long, value_name = "PATH")]
+    quant: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Engine {
+    Quant,
+    LlamaCpp,
+    Vllm,
+}
+
+/// A program with a model.
+#[derive(Debug, Clone)]
+struct Contestant {
+    engine: Engine,
+    name: String,
+    file: PathBuf,
+    bytes: u64,
+    /// The index of the contestant that its speed is compared with.
+    base: usize,
+}
+
+#[derive(Debug)]
+struct Programs {
+    quant: PathBuf,
+    /// llama.cpp and the program that was compiled against it.
+    llama_cpp: Option<(LlamaCpp, PathBuf)>,
+    /// The interpreter of vLLM's environment.
+    vllm: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Rates {
+    prefill: f64,
+    decode: f64,
+}
+
+/// Measures and writes the record.
+///
+/// # Errors
+/// When a model or program cannot be built, or quant fails.
+pub fn run(args: &Args) -> Result<()> {
+    let mut args = args.clone();
+    args.types.retain(|kind| !kind.is_empty());
+    if args.quick {
+        (args.prefill, args.decode, args.rounds) = (64, 8, 1);
+    }
+    ensure!(args.rounds > 0 && args.prefill > 0 && args.decode > 0, "nothing to measure");
+    let programs = Programs::install(&args)?;
+    let contestants = contestants(&args, &programs)?;
+
+    let mut csv =
+        vec!["threads,round,name,bytes,prefill_tokens_per_second,decode_tokens_per_second".to_owned()];
+    let (mut body, mut versions) = (String::new(), BTreeMap::new());
+    for &threads in &args.threads {
+        let mut results: Vec<Result<Vec<Rates>>> = contestants.iter().map(|_| Ok(Vec::new())).collect();
+        for round in 0..args.rounds {
+            for (contestant, result) in contestants.iter().zip(&mut results) {
+                let Ok(rates) = result else { continue };
+                let one = match programs.turn(&args, contestant, threads) {
+                    Ok((one, version)) => {
+                        versions.extend(version.map(|version| (contestant.engine.name(), version)));
+                        one
+                    }
+                    Err(error) if contestant.engine == Engine::Quant => return Err(error),
+                    Err(error) => {
+                        eprintln!("skipped, {threads} thread(s): {}: {error:#}", contestant.name);
+                        *result = Err(error);
+                        continue;
+                    }
+                };
+                println!(
+                    "{threads} thread(s), {}: prefill {:.1}, decode {:.1} tokens/s",
+                    contestant.name, one.prefill, one.decode
+                );
+                csv.push(format!(
+                    "{threads},{round},{},{},{:.3},{:.3}",
+                    contestant.name, contestant.bytes, one.prefill, one.decode
+                ));
+                rates.push(one);
+            }
+        }
+        let part = part(threads, &contestants, &results);
+        println!("\n{part}");
+        body += &part;
+    }
+    if args.quick {
+        return Ok(());
+    }
+    if clean_commit().is_none() {
+        println!("not recorded: the working tree has uncommitted changes");
+        return Ok(());
+    }
+    let record = Record {
+        benchmark: "peers-models",
+        title: "Whole models in quant and in other engines".into(),
+        command: typed_command(),
+        body: format!(
+            "Synthetic Llama in the shape of Llama 3.2 1B, {} layers, random weights. quant's head is {}. llama.cpp \
+             quantizes the model itself, including the head, and runs its library code for this processor, with its \
+             default repacking of weights and its own threads. vLLM loads quant's checkpoints and computes in bf16. \
+             Versions: {}. A prompt of {} tokens is processed at once, then {} tokens are generated greedily. Each \
+             turn is a process that does both twice, and the second time counts. In each of the {} rounds, every \
+             program has a turn on the same cores. The table has medians; ratios are computed per round.\n\n{body}",
+            args.layers,
+            if args.float_head { "bf16" } else { "quantized like the other linears" },
+            versions.iter().map(|(name, version)| format!("{name} {version}")).collect::<Vec<_>>().join("; "),
+            args.prefill,
+            args.decode,
+            args.rounds
+        ),
+        csv,
+    };
+    println!("recorded in {}", record.write()?.display());
+    Ok(())
+}
+
+impl Engine {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Quant => "quant",
+            Self::LlamaCpp => "llama.cpp",
+            Self::Vllm => "vLLM",
+        }
+    }
+}
+
+impl Programs {
+    fn install(args: &Args) -> Result<Self> {
+        let llama_cpp = if args.types.is_empty() {
+            None
+        } else {
+            let installed = LlamaCpp::install()?;
+            let program = installed.compile(Path::new("benchmarks/peers/models_llama.cpp"))?;
+            Some((installed, program))
+        };
+        let vllm = args.vllm.then(vllm_python).transpose()?;
+        Ok(Self { quant: quant_binary(args.quant.as_deref())?, llama_cpp, vllm })
+    }
+
+    /// llama.cpp's program and the directory of its libraries.
+    fn llama_cpp(&self) -> Result<(&Path, PathBuf)> {
+        let (installed, program) = self.llama_cpp.as_ref().context("llama.cpp is not installed")?;
+        Ok((program, installed.libraries()))
+    }
+
+    /// Runs a contestant once. Returns its rates and the version of its engine, if it reports one.
+    fn turn(&self, args: &Args, contestant: &Contestant, threads: usize) -> Result<(Rates, Option<String>)> {
+        let counts = [args.prefill, args.decode, 2].map(|n| n.to_string());
+        let [prefill, decode, repeat] = &counts;
+        let threads_text = threads.to_string();
+        let mut command = Command::new("taskset");
+        command.args(["--cpu-list", &cpus(threads)?]);
+        match contestant.engine {
+            Engine::Quant => {
+                command.arg(&self.quant).arg("bench").arg(&contestant.file);
+                command.args(["--prefill", prefill, "--decode", decode, "--repeat", repeat]);
+                command.args(["--threads", &threads_text, "--quiet", "--json"]);
+            }
+            Engine::LlamaCpp => {
+                let (program, libraries) = self.llama_cpp()?;
+                command.arg(program).arg("bench").arg(&contestant.file);
+                command.args(&counts).arg(&threads_text).arg(libraries);
+            }
+            Engine::Vllm => {
+                let python = self.vllm.as_deref().context("vLLM is not installed")?;
+                let bin = python.parent().context("the interpreter is in a directory")?;
+                let path = std::env::var_os("PATH").unwrap_or_default();
+                let path = std::iter::once(bin.to_owned()).chain(std::env::split_paths(&path));
+                command.env("PATH", std::env::join_paths(path).context("an entry of PATH has a colon")?);
+                command.arg(python).arg(root().join("benchmarks/peers/models_vllm.py"));
+                command.arg(&contestant.file).args(&counts);
+            }
+        }
+        command.env("RAYON_NUM_THREADS", &threads_text).env("OMP_NUM_THREADS", &threads_text);
+        let printed = output(&mut command)?;
+        // vLLM's libraries print lines of their own first.
+        let report: Value = serde_json::from_str(printed.lines().last().unwrap_or_default())
+            .or_else(|_| serde_json::from_str(&printed))
+            .with_context(|| format!("the report of {} is not JSON", contestant.name))?;
+        let rates = rates_of(&report, args).context("the report has an unexpected form")?;
+        Ok((rates, report["version"].as_str().map(str::to_owned)))
+    }
+}
+
+/// Quantizes the model for every contestant. llama.cpp's files are kept, because its version is fixed.
+fn contestants(args: &Args, programs: &Programs) -> Result<Vec<Contestant>> {
+    let model = synthetic_model(args.layers)?;
+    let folder = target_dir().join("peers-models");
+    std::fs::create_dir_all(&folder)?;
+    let mut all = Vec::new();
+    for scheme in &args.schemes {
+        let head = if args.float_head { "-float-head" } else { "" };
+        let out = folder.join(format!("{}l-{scheme}{head}", args.layers));
+        // Quantize again, because the program's output may have changed.
+        remove_dir(&out)?;
+        let mut command = Command::new(&programs.quant);
+        command.arg("quantize").arg(&model).arg("-o").arg(&out);
+        command.args(["--method", "rtn", "--quiet", "--scheme", scheme]);
+        if !args.float_head {
+            command.args(["--override", &format!("lm_head={scheme}")]);
+        }
+        shell::run(&mut command)?;
+        let (bytes, base) = (linear_bytes(&out)?, all.len());
+        let contestant = |engine: Engine| {
+            let name = format!("{} {scheme}", engine.name());
+            Contestant { engine, name, file: out.clone(), bytes, base }
+        };
+        all.push(contestant(Engine::Quant));
+        if args.vllm {
+            all.push(contestant(Engine::Vllm));
+        }
+    }
+    let float = folder.join(format!("{}l-bf16.gguf", args.layers));
+    for kind in &args.types {
+        let out = folder.join(format!("{}l-{kind}.gguf", args.layers));
+        if !out.is_file() {
+            if !float.is_file() {
+                let part = float.with_extension("part");
+                let mut command = Command::new(kernels_python()?);
+                command.arg(root().join("benchmarks/peers/models_gguf.py")).arg(&model).arg(&part);
+                shell::run(&mut command)?;
+                std::fs::rename(&part, &float)?;
+            }
+            let part = out.with_extension("part");
+            let (program, libraries) = programs.llama_cpp()?;
+            let mut command = Command::new(program);
+            command.arg("quantize").arg(&float).arg(&part).args([kind, "2"]).arg(libraries);
+            shell::run(&mut command)?;
+            std::fs::rename(&part, &out)?;
+        }
+        let bytes = out.metadata()?.len();
+        let name = format!("llama.cpp {kind}");
+        all.push(Contestant { engine: Engine::LlamaCpp, name, file: out, bytes, base: 0 });
+    }
+    let _ = std::fs::remove_file(&float);
+    Ok(all)
+}
+
+fn linear_bytes(dir: &Path) -> Result<u64> {
+    xtask::support::measure::safetensors_of(dir)?.into_iter().map(|p| Ok(p.metadata()?.len())).sum()
+}
+
+/// The rates of the last repetition: `[seconds]` from the peers' programs, `{"seconds": [seconds]}` from `quant`.
+fn rates_of(report: &Value, args: &Args) -> Option<Rates> {
+    let last = |name: &str| {
+        let seconds = report[name].get("seconds").unwrap_or(&report[name]);
+        seconds.as_array()?.last()?.as_f64()
+    };
+    Some(Rates {
+        prefill: args.prefill as f64 / last("prefill")?,
+        decode: args.decode as f64 / last("decode")?,
+    })
+}
+
+fn part(threads: usize, contestants: &[Contestant], results: &[Result<Vec<Rates>>]) -> String {
+    let mut rows = Vec::new();
+    let mut skipped = Vec::new();
+    for (contestant, result) in contestants.iter().zip(results) {
+        let rates = match result {
+            Ok(rates) => rates,
+            Err(error) => {
+                skipped.push(left_out(&contestant.name, error));
+                continue;
+            }
+        };
+        let mut row = vec![contestant.name.clone(), format!("{:.0}", contestant.bytes as f64 / 1e6)];
+        for of in [(|r| r.prefill) as fn(&Rates) -> f64, |r| r.decode] {
+            row.push(format!("{:.1}", median(rates.iter().map(of))));
+            let base = results.get(contestant.base).and_then(|result| result.as_ref().ok());
+            let ratios = base.map(|base| base.iter().zip(rates).map(|(quant, other)| of(quant) / of(other)));
+            row.push(ratios.map_or_else(String::new, |ratios| format!("{:.2}", median(ratios))));
+        }
+        rows.push(row);
+    }
+    let header =
+        ["", "MB", "prefill, tokens/s", "speed-up of quant", "decode, tokens/s", "speed-up of quant"];
+    format!("### {threads} thread(s)\n\n{}{}\n", table(&header, &rows), skipped.concat())
+}
+
+fn left_out(name: &str, error: &Error) -> String {
+    let text = format!("{error:#}");
+    let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+    format!("\n{name} failed and was left out: {}\n", last.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn contestant(engine: Engine, name: &str, base: usize) -> Contestant {
+        Contestant { engine, name: name.into(), file: PathBuf::new(), bytes: 0, base }
+    }
+
+    #[test]
+    fn speed_ups_are_computed_per_round_against_the_own_base() {
+        let rate = |prefill| Rates { prefill, decode: 1.0 };
+        let contestants = [
+            contestant(Engine::Quant, "quant a", 0),
+            contestant(Engine::LlamaCpp, "llama.cpp", 0),
+            contestant(Engine::Quant, "quant b", 2),
+            contestant(Engine::Vllm, "vLLM b", 2),
+        ];
+        let results = [[4.0, 6.0, 9.0], [2.0, 2.0, 9.0], [1.0, 1.0, 1.0], [4.0, 4.0, 4.0]]
+            .map(|rates| Ok(rates.map(rate).to_vec()));
+        let part = part(1, &contestants, &results);
+        assert!(part.contains("| llama.cpp | 0 | 2.0 | 2.00 | 1.0 | 1.00 |"), "{part}");
+        assert!(part.contains("| vLLM b | 0 | 4.0 | 0.25 | 1.0 | 1.00 |"), "{part}");
+    }
+
+    #[test]
+    fn a_peer_that_failed_is_named_with_its_error() {
+        let contestants = [contestant(Engine::Quant, "quant", 0), contestant(Engine::Vllm, "vLLM", 0)];
+        let results = [
+            Ok(vec![Rates { prefill: 1.0, decode: 1.0 }]),
+            Err(Error::msg("`python` ended with exit status: 1:\nTraceback\nValueError: no kernel\n")),
+        ];
+        let part = part(1, &contestants, &results);
+        assert!(part.contains("vLLM failed and was left out: ValueError: no kernel"), "{part}");
+        assert!(!part.contains("| vLLM"), "{part}");
+    }
+}
