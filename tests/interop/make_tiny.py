@@ -412,7 +412,8 @@ ENGINES = {
     "nemotron_h-128": NEMOTRON | {"mamba_num_heads": 32, "mamba_head_dim": 4, "head_dim": 32},
     "granitemoehybrid-128": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_heads": 32, "shared_intermediate_size": 128},
     "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
-                            "router_scaling_factor": 1.7, "first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True},
+                            "router_scaling_factor": 1.7, "first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True,
+                            "qk_norm": True},
     # vLLM never normalizes the weights of OLMoE's experts.
     "olmoe-128": EXPERTS | {"model_type": "olmoe", "num_experts": 6, "intermediate_size": 128, "norm_topk_prob": False},
     "glm4_moe-128": DEEPSEEK | {"model_type": "glm4_moe", "head_dim": 64, "use_qk_norm": True, "attention_bias": True,
