@@ -501,6 +501,9 @@ def make_model(variant, seed):
                 # Unscaled scores would be so large that rounding in single precision decides which key wins.
                 if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
                     parameter.mul_(0.15)
+            elif variant == "hy_v3-128" and name.endswith(".gate.weight"):
+                # So large that rounding to bfloat16 changes few choices.
+                parameter.copy_(noise * 6 / parameter.shape[-1] ** 0.5)
             else:
                 # Includes experts: transformers stores all of a block in one parameter.
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
