@@ -256,7 +256,8 @@ fn fp8_in_vision_language_models_is_read() {
     let fixed = json!({ "quant_method": "fp8", "activation_scheme": "static", "dequantize": false,
                         "weight_block_size": null, "modules_to_not_convert": ["model.vision_tower", "lm_head"] });
     type Select<'a> = &'a dyn Fn(&str) -> bool;
-    let cases: [((Value, Vec<RawTensor>), Layout, Select<'_>, Value, usize, &str); 2] = [
+    type Case<'a> = ((Value, Vec<RawTensor>), Layout, Select<'a>, Value, usize, &'a str);
+    let cases: [Case<'_>; 2] = [
         (qwen3_5(), Layout::Blocks, &in_qwen, blocks, 13, "visual"),
         (mistral3(), Layout::Static, &in_mistral, fixed, 14, "vision_tower"),
     ];

@@ -457,7 +457,7 @@ fn formats_in_columns_of_single_families() {
         ("starcoder2", "no", "yes"),
         ("bloom", "no", "yes"),
         ("qwen3_5_text", "yes", "no"),
-        ("qwen3_next", "unsure", "unsure"),
+        ("qwen3_next", "yes", "no"),
     ] {
         for (container, scheme, expected) in
             [("awq", "w4a16-g128-asym", awq), ("gptq", "w4a16-g128-sym", gptq)]

@@ -329,7 +329,9 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(&["qwen3_5_text", "qwen3_next"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
-    fact(&["qwen2_moe", "glm4_moe", "lfm2_moe", "cohere2_moe"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
+    fact(&["qwen2_moe", "glm4_moe", "lfm2_moe", "cohere2_moe", "olmoe"], Has::Yes, Basis::Run)
+        .on(CPU_BUILD, NEWER),
+    fact(&["hy_v3", "llama4_text"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     fact(RUN_BY_TRANSFORMERS, Has::With(families::by_transformers), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(MINISTRAL3, Has::With(families::position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(BLOOM, Has::With(families::parted_by_rows), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
@@ -522,9 +524,9 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     .within(&[AWQ])
     .on(TRANSFORMERS_5, NEWER),
     fact(SCALED_ACTIVATIONS, Has::Yes, Basis::Run).within(&[GPTQ]).on(TRANSFORMERS_5, NEWER),
-    fact(&["qwen3_5_text"], Has::Yes, Basis::Run).within(&[AWQ]).on(TRANSFORMERS_5, NEWER),
+    fact(&["qwen3_5_text", "qwen3_next"], Has::Yes, Basis::Run).within(&[AWQ]).on(TRANSFORMERS_5, NEWER),
     fact(
-        &["qwen3_5_text"],
+        &["qwen3_5_text", "qwen3_next"],
         Has::No("it treats all linears as quantized in this format, but some linears of this family stay float"),
         Basis::Run,
     )
