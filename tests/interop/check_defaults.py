@@ -16,9 +16,10 @@ import re
 import make_tiny
 import make_vision_language
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import logging
 
-# Names, not settings of the model.
-KEPT = {"architectures", "model_type", "text_config", "vision_config"}
+# Names, not settings of the model; and an object that Gemma 4's class derives from other fields.
+KEPT = {"architectures", "model_type", "text_config", "vision_config", "per_layer_config"}
 MISSING = re.compile(r"`([\w.]+)` is missing")
 
 
@@ -61,13 +62,14 @@ def read(kind, fields):
     return complete
 
 
-def places(fields):
+def places(fields, is_inside=False):
     """Paths of all fields that can be removed: also those of rope parameters and of the text model."""
     for key, value in fields.items():
-        if key not in KEPT:
+        # For text models inside another, the outer field decides whether a head is tied, and a stored head decides over it.
+        if key not in KEPT and not (key == "tie_word_embeddings" and is_inside):
             yield (key,)
         if isinstance(value, dict) and (key in ("rope_parameters", "text_config") or key.endswith("_attention")):
-            yield from ((key, *rest) for rest in places(value))
+            yield from ((key, *rest) for rest in places(value, is_inside=True))
 
 
 def at(fields, place):
@@ -123,8 +125,22 @@ def explicit_configurations(configs):
                 yield changed
 
 
+def as_stored(value):
+    """The value as transformers writes it: JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: as_stored(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [as_stored(inner) for inner in value]
+    return {"__float__": "Infinity"} if value == float("inf") else value
+
+
 def defaults(check, configs):
     kind = type(configs[0])
+    # Fields for which quant also reads another name.
+    aliases = {"num_experts": {"num_experts", "num_local_experts"}, "hidden_size": {"hidden_size", "n_embed"}}
+    aliases |= {name: {name} | aliases.get(name, set()) for name in kind.attribute_map.values()}
+    for other, name in kind.attribute_map.items():
+        aliases.setdefault(name, {name}).add(other)
     pairs, seen = [], set()
     for explicit in explicit_configurations(configs):
         text = json.dumps(explicit, sort_keys=True)
@@ -134,7 +150,7 @@ def defaults(check, configs):
     required, different, same = set(), [], 0
     while pairs:
         given, out = check.scratch / "pairs.json", check.scratch / "compared.json"
-        given.write_text(json.dumps([[explicit, silent] for _, explicit, silent in pairs]))
+        given.write_text(json.dumps([[as_stored(explicit), as_stored(silent)] for _, explicit, silent in pairs]))
         check.program("interop-dump", "describe", given, out)
         again = []
         for (place, explicit, silent), compared in zip(pairs, json.loads(out.read_text()), strict=True):
@@ -150,11 +166,13 @@ def defaults(check, configs):
                 different.append(f"{'.'.join(place) if place else 'all'}: {first} | {second}")
                 continue
             name = tuple(missing[1].split("."))
+            names = {name[-1]}.union(*(group for group in aliases.values() if name[-1] in group))
             required.add(missing[1])
             if place is None:
                 restored = copy.deepcopy(silent)
                 inside = "text_config" in explicit and name[0] != "text_config"
-                for path in (name, ("text_config", *name)) if inside else (name,):
+                paths = [(*name[:-1], last) for last in names]
+                for path in [*paths, *(("text_config", *path) for path in paths if inside)]:
                     try:
                         value = at(explicit, path)[path[-1]]
                         at(restored, path)[path[-1]] = copy.deepcopy(value)
@@ -164,7 +182,7 @@ def defaults(check, configs):
                     again.append((None, explicit, restored))
                 else:
                     different.append(f"all: {second}")
-            elif place[-1] not in name and name[-1] not in place:
+            elif not names.intersection(place):
                 different.append(f"{'.'.join(place)}: {second}")
         pairs = again
     if different:
@@ -175,7 +193,11 @@ def defaults(check, configs):
 def run_all(check, only):
     if "defaults" not in only and only not in "defaults":
         return
+    # Classes warn of fields that contradict each other, as many of these do.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
     for name, configs in configurations().items():
         title = f"defaults {name}"
         if only in title:
             check.step(title, lambda configs=configs: defaults(check, configs))
+    logging.set_verbosity(verbosity)

@@ -27,7 +27,8 @@ use std::process::ExitCode;
 use quant_core::blocks::{BlockSearch, BlockType, block_type};
 use quant_core::calibrate::{ChatTemplate, Corpus, Mask, TextTokenizer, TokenWindows, read_corpus};
 use quant_core::checkpoint::{ConfigFields, Dtype, MemorySource, ModelDirectory};
-use quant_core::model::{Decoder, KvScheme, Model, arch, round_cached};
+use quant_core::model::arch::{self, EmbeddingScale};
+use quant_core::model::{Decoder, KvScheme, Model, round_cached};
 use quant_core::quantize::InputGrid;
 use quant_core::{CancelToken, Silent, gguf};
 use safetensors::tensor::{Dtype as Stored, TensorView, serialize_to_file};
@@ -243,7 +244,16 @@ fn describe(pairs: &str, out: &str) -> Result<(), Failure> {
     let one = |config: &Map<String, Value>| {
         let fields = ConfigFields::new(Path::new("config.json"), config);
         match arch::describe(&fields, &MemorySource::new()) {
-            Ok(architecture) => format!("{architecture:?}"),
+            Ok(mut architecture) => {
+                // These fields do not affect what is computed.
+                if architecture.learned_positions.is_none() {
+                    architecture.max_positions = 0;
+                }
+                architecture.further_blocks = 0;
+                let factor = architecture.embedding_scale;
+                architecture.embedding_scale = factor.filter(|scale| *scale != EmbeddingScale::Exact(1.0));
+                format!("{architecture:?}")
+            }
             Err(error) => format!("error: {error}"),
         }
     };

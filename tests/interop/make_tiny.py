@@ -409,7 +409,8 @@ ENGINES = {
     "nemotron_h-128": NEMOTRON | {"mamba_num_heads": 32, "mamba_head_dim": 4, "head_dim": 32},
     "granitemoehybrid-128": GRANITE_HYBRID | {"num_local_experts": 0, "mamba_n_heads": 32, "shared_intermediate_size": 128},
     "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
-                            "router_scaling_factor": 1.7, "first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True},
+                            "router_scaling_factor": 1.7, "first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True,
+                            "qk_norm": True},
     # vLLM never normalizes the weights of OLMoE's experts.
     "olmoe-128": EXPERTS | {"model_type": "olmoe", "num_experts": 6, "intermediate_size": 128, "norm_topk_prob": False},
     "glm4_moe-128": DEEPSEEK | {"model_type": "glm4_moe", "head_dim": 64, "use_qk_norm": True, "attention_bias": True,
@@ -497,6 +498,9 @@ def make_model(variant, seed):
                 # Unscaled scores would be so large that rounding in single precision decides which key wins.
                 if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
                     parameter.mul_(0.15)
+            elif variant == "hy_v3-128" and name.endswith(".gate.weight"):
+                # So large that rounding to bfloat16 changes few choices.
+                parameter.copy_(noise * 6 / parameter.shape[-1] ** 0.5)
             else:
                 # Includes experts.
                 parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)

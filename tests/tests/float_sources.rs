@@ -256,7 +256,8 @@ fn fp8_in_vision_language_models_is_read() {
     let fixed = json!({ "quant_method": "fp8", "activation_scheme": "static", "dequantize": false,
                         "weight_block_size": null, "modules_to_not_convert": ["model.vision_tower", "lm_head"] });
     type Select<'a> = &'a dyn Fn(&str) -> bool;
-    let cases: [((Value, Vec<RawTensor>), Layout, Select<'_>, Value, usize, &str); 2] = [
+    type Case<'a> = ((Value, Vec<RawTensor>), Layout, Select<'a>, Value, usize, &'a str);
+    let cases: [Case<'_>; 2] = [
         (qwen3_5(), Layout::Blocks, &in_qwen, blocks, 13, "visual"),
         (mistral3(), Layout::Static, &in_mistral, fixed, 14, "vision_tower"),
     ];
@@ -314,8 +315,8 @@ fn further_algorithms_of_modelopt_are_read() {
     }
 }
 
-/// Engines keep one global scale for linears that they run as one matrix. A checkpoint of another program in which
-/// they differ is read as it is, with a warning.
+/// Engines keep one global scale for linears that they run as one matrix. A checkpoint in which these scales differ is
+/// read as it is, with a warning.
 #[test]
 fn global_scales_that_engines_cannot_keep_are_reported() {
     let scratch = tempfile::tempdir().unwrap();

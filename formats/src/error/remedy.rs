@@ -21,7 +21,8 @@ impl Error {
             }
             Self::GroupSizeDoesNotDivide(offenders) => format!(
                 "choose a ‹group_size› that divides these widths, or ‹group_size=channel›, which fits all; or a \
-                different scheme for these tensors, for example ‹override='{}=w4a16-channel'›",
+                different scheme for these tensors, for example ‹override='{0}=w4a16-channel'›. Groups of floating-point \
+                formats have a fixed size; for these, choose for example ‹override='{0}=wf8a16-channel'›",
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
             Self::Kernel(_) => "dequantize the weight, and multiply by the floats".into(),

@@ -392,8 +392,7 @@ fn a_family_that_was_not_checked_gets_no_plain_yes() {
             for engine in ENGINES {
                 let known = engine.known(&model);
                 let verdict = engine.loads(&model, 1).unwrap();
-                let of_format = engine.name == "transformers" && container != "compressed-tensors";
-                let was_seen = known.basis != Basis::NotChecked && !of_format;
+                let was_seen = known.basis != Basis::NotChecked;
                 assert_eq!(verdict.word() == "yes", was_seen, "{} {container} {family}", engine.name);
                 if let Compatibility::Unsure(reason) = verdict {
                     assert!(reason.contains(family) && reason.contains("not checked"), "{reason}");
@@ -446,6 +445,26 @@ fn codes_of_gpt2_that_are_called_weight_are_transposed() {
         }
     }
     assert_eq!(words("transformers", &of("w4a16-g128-sym"))[0], "no");
+}
+
+/// What transformers does with AWQ and GPTQ files of families beyond Llama.
+#[test]
+fn formats_in_columns_of_single_families() {
+    for (family, awq, gptq) in [
+        ("smollm3", "yes", "yes"),
+        ("granitemoehybrid", "yes", "yes"),
+        ("starcoder2", "no", "yes"),
+        ("bloom", "no", "yes"),
+        ("qwen3_5_text", "yes", "no"),
+        ("qwen3_next", "yes", "no"),
+    ] {
+        for (container, scheme, expected) in
+            [("awq", "w4a16-g128-asym", awq), ("gptq", "w4a16-g128-sym", gptq)]
+        {
+            let model = Outline { family, ..outline(container, LLAMA_8B, scheme) };
+            assert_eq!(words("transformers", &model)[0], expected, "{family} {container}");
+        }
+    }
 }
 
 /// vLLM's rules for Bloom and Ministral 3, and for Gemma 3, which its CPU build ran without restrictions.

@@ -6,7 +6,7 @@
 use super::Compatibility::{self, No, Unsure};
 use super::families;
 use super::outline::Outline;
-use super::{COMPRESSED_TENSORS, GPTQ};
+use super::{AWQ, COMPRESSED_TENSORS, GPTQ};
 
 /// The evidence that an engine supports a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -316,7 +316,9 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(RUN_ON_CPU, Has::Yes, Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(&["qwen3_5_text", "qwen3_next"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
-    fact(&["qwen2_moe", "glm4_moe", "lfm2_moe", "cohere2_moe"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
+    fact(&["qwen2_moe", "glm4_moe", "lfm2_moe", "cohere2_moe", "olmoe"], Has::Yes, Basis::Run)
+        .on(CPU_BUILD, NEWER),
+    fact(&["hy_v3", "llama4_text"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     fact(RUN_BY_TRANSFORMERS, Has::With(families::by_transformers), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(MINISTRAL3, Has::With(families::position_scale), Basis::Run).on(CPU_BUILD, REGISTRIES),
     fact(BLOOM, Has::With(families::parted_by_rows), Basis::Run).within(BY_MODULE).on(CPU_BUILD, REGISTRIES),
@@ -442,6 +444,35 @@ pub(super) const SGLANG: &[Fact] = &[
     .on(SGL, REGISTRIES),
 ];
 
+/// Families whose checkpoints transformers ran in the AWQ and GPTQ formats.
+const IN_COLUMNS: &[&str] = &[
+    "smollm3",
+    "granite",
+    "ministral3",
+    "seed_oss",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "glm",
+    "glm4",
+    "phi3",
+    "phi",
+    "cohere",
+    "cohere2",
+    "internlm3",
+    "lfm2",
+    "falcon_h1",
+    "nemotron_h",
+    "granitemoehybrid",
+];
+/// Families with an activation function between two linears, for which gptqmodel requires a scale in the AWQ format.
+const SCALED_ACTIVATIONS: &[&str] = &["starcoder2", "gpt_neox", "bloom"];
+
 /// The version that the interop tests run on every change or every night.
 const TRANSFORMERS_5: &str = "5.23.0";
 
@@ -472,6 +503,23 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::Run),
     fact(OTHER_EXPERTS, Has::Yes, Basis::Run).on(TRANSFORMERS_5, "2026-11-24"),
     fact(&["hy_v3"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, REGISTRIES),
+    fact(IN_COLUMNS, Has::Yes, Basis::Run).within(&[AWQ, GPTQ]).on(TRANSFORMERS_5, NEWER),
+    fact(
+        SCALED_ACTIVATIONS,
+        Has::No("in this format it requires scales of the activation function, which the checkpoint does not have"),
+        Basis::Run,
+    )
+    .within(&[AWQ])
+    .on(TRANSFORMERS_5, NEWER),
+    fact(SCALED_ACTIVATIONS, Has::Yes, Basis::Run).within(&[GPTQ]).on(TRANSFORMERS_5, NEWER),
+    fact(&["qwen3_5_text", "qwen3_next"], Has::Yes, Basis::Run).within(&[AWQ]).on(TRANSFORMERS_5, NEWER),
+    fact(
+        &["qwen3_5_text", "qwen3_next"],
+        Has::No("it treats all linears as quantized in this format, but some linears of this family stay float"),
+        Basis::Run,
+    )
+    .within(&[GPTQ])
+    .on(TRANSFORMERS_5, NEWER),
     fact(EXPERTS_OR_NONE, Has::With(families::without_experts), Basis::Run)
         .within(BY_MODULE)
         .on(TRANSFORMERS_5, REGISTRIES),

@@ -101,6 +101,14 @@ pub(super) static RULES: &[LoaderRule] = &[
         fp8",
     ),
     LoaderRule::new(
+        &[TRANSFORMERS],
+        |schemes| {
+            schemes.fp8_cache
+                && schemes.quantized.iter().any(|(module, _)| module.contains(".query_key_value"))
+        },
+        "transformers 5.23 ignores FP8 cache scales of attention modules that are not called `self_attn`",
+    ),
+    LoaderRule::new(
         &[LLAMA_CPP],
         |schemes| schemes.fp8_cache && any(schemes, |s| !s.has_global_scale()),
         "llama.cpp's converter rejects FP8 cache scales unless the weights are NVFP4",

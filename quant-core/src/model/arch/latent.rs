@@ -28,9 +28,14 @@ pub(super) struct Latent {
 impl Latent {
     pub(super) fn read(config: &ConfigFields<'_>) -> Result<(Self, AttentionShape)> {
         const KV_HEADS: &str = "num_key_value_heads";
+        const QUERY_RANK: &str = "q_lora_rank";
         let size = |key: &str| config.require_positive(key);
         let latent = Self {
-            query_rank: config.optional_positive("q_lora_rank")?,
+            // A missing key has different meanings in different families, so it must be given, as `null` if there is none.
+            query_rank: match config.has(QUERY_RANK) {
+                true => config.optional_positive(QUERY_RANK)?,
+                false => return Err(config.error(QUERY_RANK, "is missing")),
+            },
             rank: size("kv_lora_rank")?,
             plain: size("qk_nope_head_dim")?,
             rotated: size("qk_rope_head_dim")?,

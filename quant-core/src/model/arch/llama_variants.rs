@@ -122,13 +122,8 @@ impl Family for Ministral3 {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         const PARAMETERS: &str = "rope_parameters";
-        let defaults = Defaults {
-            kv_heads: Some(8),
-            head_dim: Some(128),
-            theta: 1e6,
-            norm_eps: 1e-5,
-            ..Defaults::new(self.name())
-        };
+        let defaults =
+            Defaults { kv_heads: Some(8), head_dim: Some(128), norm_eps: 1e-5, ..Defaults::new(self.name()) };
         let d = Decoder::read(config, defaults)?;
         // The key is required: transformers' defaults are the values of one particular release, and all published
         // configurations contain it.
