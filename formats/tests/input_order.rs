@@ -153,6 +153,39 @@ fn such_weights_are_divided_by_outputs_only() {
 }
 
 #[test]
+fn a_part_never_has_the_scales_of_another_group() {
+    let [_, k] = SHAPE;
+    for (format, scheme) in CASES {
+        // Groups of adjacent inputs, of which two are exchanged.
+        let groups: Vec<usize> = (0..k).map(|input| [1, 0, 2, 3][input / GROUP]).collect();
+        let index: Vec<i64> = groups.iter().map(|&group| group as i64).collect();
+        let (opened, expected) = checkpoint(format, scheme, &groups, &index);
+        let opened = opened.unwrap();
+        for columns in [0..32, 32..64, 64..96, 96..128, 0..64, 32..96, 64..128] {
+            let is_stored_in_order = columns.start >= 64;
+            match opened.read_part("m", 0..32, columns.clone()) {
+                Ok(part) => {
+                    let inside: Vec<f32> =
+                        expected.chunks(k).flat_map(|row| row[columns.clone()].iter().copied()).collect();
+                    assert_eq!(part.dequantize().unwrap(), inside, "{format} {scheme} {columns:?}");
+                    assert!(is_stored_in_order, "{format} {scheme} {columns:?}");
+                }
+                Err(error) => {
+                    assert_eq!(error.category(), Category::Usage, "{error}");
+                    assert!(!is_stored_in_order, "{format} {scheme} {columns:?}: {error}");
+                }
+            }
+        }
+    }
+    // An index that is not used says nothing about parts, either.
+    let adjacent: Vec<usize> = (0..k).map(|input| input / GROUP).collect();
+    let (opened, expected) = checkpoint("compressed-tensors", "w4a16-g32-sym", &adjacent, &vec![-1; k]);
+    let part = opened.unwrap().read_part("m", 0..32, 64..128).unwrap();
+    let inside: Vec<f32> = expected.chunks(k).flat_map(|row| row[64..].iter().copied()).collect();
+    assert_eq!(part.dequantize().unwrap(), inside);
+}
+
+#[test]
 fn what_has_no_index_of_groups_is_refused() {
     let (opened, _) = scattered("gptq", "w4a16-g32-sym", 9);
     let weight: QuantizedTensor = opened.read("m").unwrap();

@@ -10,6 +10,7 @@ families of IN_COLUMNS also in the AWQ and GPTQ formats, which gptqmodel reads.
 
 import datetime
 import json
+import math
 import random
 import re
 import shutil
@@ -295,8 +296,9 @@ def run_chosen(check, which, only):
 
 
 def relative(found, expected):
-    """The largest difference, relative to the largest expected value."""
-    return float(numpy.abs(found - expected).max() / numpy.abs(expected).max())
+    """The largest difference, relative to the largest expected value; infinite if a value is not finite."""
+    difference = float(numpy.abs(found - expected).max() / numpy.abs(expected).max())
+    return difference if math.isfinite(difference) else math.inf
 
 
 class Errors:
@@ -310,7 +312,7 @@ class Errors:
 
     def within(self, others, tolerance, ratio=RATIO):
         """Whether the errors are at most the tolerance, or `ratio` times the errors `others`."""
-        return self.largest <= max(tolerance, ratio * others.largest)
+        return math.isfinite(others.largest) and self.largest <= max(tolerance, ratio * others.largest)
 
     def __str__(self):
         return f"{self.largest:.1e}"

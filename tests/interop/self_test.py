@@ -16,6 +16,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -33,6 +34,19 @@ def run(script, *arguments):
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
     return code, output.getvalue()
+
+
+class Comparison(unittest.TestCase):
+    def test_values_that_are_not_finite_are_noticed(self):
+        check_families = importlib.import_module("check_families")
+        exact, nan = numpy.array([1.0, 2.0]), numpy.array([1.0, float("nan")])
+        fine, broken = check_families.Errors(), check_families.Errors()
+        fine.add(exact, exact)
+        broken.add(nan, exact)
+        broken.add(exact, exact)
+        self.assertTrue(fine.within(fine, 1e-6))
+        self.assertFalse(broken.within(fine, 1e-6))
+        self.assertFalse(fine.within(broken, 1e-6))
 
 
 class Interop(unittest.TestCase):

@@ -211,7 +211,12 @@ impl<'a> PartSource<'a> {
                     let dtype = all.require(&name)?.dtype;
                     let first = (columns.start / size.max(1)) as i64;
                     let stored = all.read(&name)?;
-                    let less = |bytes: &[u8]| integer(dtype, number(bytes).wrapping_sub(first));
+                    // -1 stands for inputs without a group, so a group before the part must not become one of them.
+                    let less = |bytes: &[u8]| match number(bytes) {
+                        -1 => integer(dtype, -1),
+                        group if group >= first => integer(dtype, group - first),
+                        _ => integer(dtype, i64::from(i32::MIN)),
+                    };
                     stored.chunks_exact(dtype.size()).flat_map(less).collect::<Vec<u8>>()
                 }
             };

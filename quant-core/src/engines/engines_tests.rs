@@ -38,7 +38,26 @@ fn outline(
         ],
         head: None,
         embedding: None,
+        fp8_cache: false,
     }
+}
+
+#[test]
+fn transformers_does_not_use_every_fp8_cache() {
+    let plain = || Outline { fp8_cache: true, ..outline("compressed-tensors", LLAMA_8B, "wf8a16-channel") };
+    assert!(matches!(others::transformers(&plain(), 1), Compatibility::Yes));
+    let window = AttentionShape { window: Some(512), ..AttentionShape::new(8, 4, 128) };
+    let windowed = Outline { attentions: vec![AttentionShape::new(8, 4, 128), window], ..plain() };
+    assert!(matches!(others::transformers(&windowed, 1), Compatibility::Yes));
+    let mixed = Outline {
+        attentions: vec![AttentionShape::new(8, 4, 128), AttentionShape::new(4, 8, 256)],
+        ..plain()
+    };
+    assert!(matches!(others::transformers(&mixed, 1), Compatibility::No(_)));
+    assert!(matches!(others::transformers(&Outline { fp8_cache: false, ..mixed }, 1), Compatibility::Yes));
+    let mut fused = plain();
+    fused.layers[0].parts[0].module = "gpt_neox.layers.0.attention.query_key_value".into();
+    assert!(matches!(others::transformers(&fused, 1), Compatibility::With(_)));
 }
 
 fn engine(name: &str) -> &'static Engine {

@@ -1,5 +1,7 @@
 //! Engines with few rules.
 
+use std::collections::BTreeSet;
+
 use super::Compatibility::{self, No, Unsure, With, Yes};
 use super::outline::{LayerKind, Outline};
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, ScaleFormat};
@@ -55,7 +57,24 @@ pub(super) fn transformers_awq(outline: &Outline, _ranks: usize) -> Compatibilit
     }
 }
 
-pub(super) fn transformers(outline: &Outline, _ranks: usize) -> Compatibility {
+pub(super) fn transformers(outline: &Outline, ranks: usize) -> Compatibility {
+    let weights = transformers_weights(outline, ranks);
+    if !outline.fp8_cache || matches!(weights, No(_)) {
+        return weights;
+    }
+    let heads: BTreeSet<_> =
+        outline.attentions.iter().map(|shape| (shape.kv_heads, shape.repeat, shape.head_dim)).collect();
+    if heads.len() > 1 {
+        return No("it does not load FP8 cache scales if the attention heads differ between blocks".into());
+    }
+    let mut parts = outline.layers.iter().flat_map(|layer| &layer.parts);
+    match parts.any(|part| part.module.contains(".query_key_value")) {
+        true => With("it ignores FP8 cache scales of attention modules that are not called self_attn".into()),
+        false => weights,
+    }
+}
+
+fn transformers_weights(outline: &Outline, _ranks: usize) -> Compatibility {
     if outline.embedding.is_some() {
         return No(EMBEDDING.into());
     }

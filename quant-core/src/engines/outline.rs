@@ -80,6 +80,8 @@ pub struct Outline {
     pub head: Option<LinearScheme>,
     /// The embedding's scheme, if it is quantized.
     pub embedding: Option<LinearScheme>,
+    /// Whether the checkpoint has scales for an FP8 cache of keys and values.
+    pub fp8_cache: bool,
 }
 
 impl Outline {
@@ -128,6 +130,7 @@ impl Outline {
             layers,
             head: scheme(&architecture.head),
             embedding: scheme(&architecture.embedding_module()),
+            fp8_cache: plan.module_schemes().fp8_cache,
         }
     }
 

@@ -197,7 +197,7 @@ fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
             "gemma4_text",
             json!({ "num_kv_shared_layers": 2, "layer_types": ["full_attention", "sliding_attention",
                 "full_attention", "sliding_attention", "sliding_attention", "full_attention"] }),
-            "not those of the last two",
+            "the last two blocks that compute keys and values",
         ),
     ] {
         match about(&config(name, changes.clone())) {

@@ -1,6 +1,6 @@
 //! The calibration batch as it passes through the blocks, with the passes that the plan requires in each.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::PoisonError;
@@ -199,7 +199,7 @@ impl Batch {
             let decision = Decision { rewrite, inputs, routed, cached };
             if let Some(which) = self.passes.rounding {
                 let run = self.rounding(&context, &block, grids, (&decision, &unrouted), which, advance)?;
-                round(job, run, &mut conveyors[i], span, &decision, &block)?;
+                round(job, run, &mut conveyors[i], span, &decision, (&block, grids))?;
             }
             decisions.insert(i, decision);
         }
@@ -400,20 +400,38 @@ fn saved_states(
 }
 
 /// Rounds a block stage by stage. The conveyor takes each stage before the next one begins.
+///
+/// # Errors
+/// [`Error::Usage`] when the rounding leaves out a linear of `grids`, or returns another or one of them twice.
 fn round(
     job: &Job<'_>,
     mut run: Box<dyn StagedRounding + '_>,
     conveyor: &mut Conveyor<'_, '_>,
     span: usize,
     decision: &Decision,
-    block: &Block,
+    (block, grids): (&Block, &BTreeMap<NodeId, LinearGrid>),
 ) -> Result<()> {
     let step = job.plan.method.rounding.name();
+    let wrong = |what: &str, node: NodeId| {
+        let name =
+            block.graph().linears().find(|(id, ..)| *id == node).map_or("a node", |(_, name, ..)| name);
+        Error::usage(
+            format!("the rounding `{step}` {what} `{name}` of a block"),
+            "its stages must contain every linear that it is given, once",
+        )
+    };
+    let mut left: BTreeSet<NodeId> = grids.keys().copied().collect();
     let hashes = Hashes::default();
     while let Some(rounded) = timed(job.observer, step, || run.next_stage())? {
+        if let Some(&node) = rounded.keys().find(|node| !left.remove(node)) {
+            return Err(wrong("returned an unexpected result for", node));
+        }
         let work =
             SpanWork { rounded, ..SpanWork::new(decision, ReadWeights::of(Some(block), false, &hashes)) };
         timed(job.observer, WRITE, || conveyor.take_rounded(span, &work))?;
+    }
+    if let Some(&node) = left.first() {
+        return Err(wrong("left out", node));
     }
     timed(job.observer, step, || run.finish())
 }

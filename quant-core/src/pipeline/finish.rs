@@ -7,7 +7,7 @@ use super::{Job, Program, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
 use crate::model::arch::TEXT_CONFIG;
-use crate::recipe::{Plan, PlanEntry, REPACK};
+use crate::recipe::{Plan, PlanEntry};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
 
@@ -38,7 +38,7 @@ pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<Strin
             None => drop(config.remove(KV_CONFIG_KEY)),
         },
         // Repacking keeps the values, so it also keeps the description of the cache.
-        None if plan.method.name == REPACK.name => {}
+        None if plan.is_repacked() => {}
         None => drop(config.remove(KV_CONFIG_KEY)),
     }
     if plan.unties_head() {

@@ -70,8 +70,9 @@ pub(super) fn search_rewrites(
     };
     let tasks: Vec<_> = grids.iter().map(|grids| context.task(block, grids)).collect();
     let observer = context.job.observer;
-    let mut rewrites =
-        timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), advance))?;
+    let mut rewrites = one_per_task(first, tasks.len(), || {
+        timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), advance))
+    })?;
     for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
         for transform in rest {
             // Tasks with different grids may have different rewritten blocks, so each is searched separately.
@@ -79,12 +80,29 @@ pub(super) fn search_rewrites(
             let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
             let context = Context { ranges: &ranges, ..*context };
             let task = [context.task(&rewritten, grids)];
-            let next =
-                timed(observer, transform.name(), || transform.search(&task, states.as_deref_mut(), false))?;
+            let next = one_per_task(transform, task.len(), || {
+                timed(observer, transform.name(), || transform.search(&task, states.as_deref_mut(), false))
+            })?;
             for next in next {
                 *rewrite = std::mem::take(rewrite).then(next)?;
             }
         }
+    }
+    Ok(rewrites)
+}
+
+/// Checks the number of rewrites that a search returns, because a transform can be that of another program.
+fn one_per_task(
+    transform: &&dyn Transform,
+    tasks: usize,
+    search: impl FnOnce() -> Result<Vec<Rewrite>>,
+) -> Result<Vec<Rewrite>> {
+    let rewrites = search()?;
+    if rewrites.len() != tasks {
+        return Err(Error::usage(
+            format!("the step `{}` returned {} rewrites for {tasks} tasks", transform.name(), rewrites.len()),
+            "it must return one rewrite for each task",
+        ));
     }
     Ok(rewrites)
 }

@@ -92,6 +92,8 @@ impl Recipe {
         };
         let known: Vec<_> = steps().into_iter().map(|(name, _)| name).collect();
         let known = [known, ROUNDINGS.iter().map(|rounding| rounding.name()).collect()].concat();
+        // Steps of the calling program are known only if the method has them.
+        let meant = [&known[..], &own].concat();
         if self.method.rounding.name() == step {
             return Error::usage(
                 format!("‹steps› has settings of `{step}`, which has none"),
@@ -102,7 +104,7 @@ impl Recipe {
             format!("‹steps› has settings of `{step}`, which is not a step of method `{}`", self.method.name),
             match known.contains(&step) {
                 true => format!("{listed}; to use `{step}`, {}", method_with(step)),
-                false => suggestion(step, listed, &known),
+                false => suggestion(step, listed, &meant),
             },
         )
     }

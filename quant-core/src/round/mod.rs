@@ -1,7 +1,8 @@
 //! The sixth stage of the pipeline: how the float weights of a block become codes.
 //!
 //! A [`Rounding`] answers all questions that the other stages ask: its settings, the states of the calibration batch
-//! that it needs, its memory and time, and its work. No other code refers to a rounding by name.
+//! that it needs, its memory and time, and its work. No other code refers to a rounding by name,
+//! except reports, whose field `gptq` is older than this trait, and GGUF files, which implement GPTQ for their blocks.
 //!
 //! There are two kinds. A rounding that looks at one weight at a time ([`Nearest`]) rounds it when it is written. One
 //! that needs the inputs of linears ([`Gptq`]) rounds a block in [stages](StagedRounding), before its tensors are
@@ -293,7 +294,8 @@ impl RoundingTask<'_> {
 
 /// A block that is being rounded. The results of a stage may be written before the next stage begins.
 pub trait StagedRounding {
-    /// Rounds the linears of the next stage; returns `None` after the last stage.
+    /// Rounds the linears of the next stage; returns `None` after the last stage. Every linear of the task's grids must
+    /// be in one stage.
     ///
     /// # Errors
     /// When the block fails, numbers are not finite, or the run is cancelled.

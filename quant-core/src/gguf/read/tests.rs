@@ -480,7 +480,7 @@ fn numbers_of_delta_nets_and_blocks_are_compared() {
         4 heads of width 2"],
     );
     let flags = Value::Array(Array::Bool(vec![true]));
-    says_of("attention.recurrent_layers", flags, &["must be a list of 2 booleans"]);
+    says_of("attention.recurrent_layers", flags, &["must be a list of at least 2 booleans"]);
     says_of(
         "nextn_predict_layers",
         Value::U32(2),

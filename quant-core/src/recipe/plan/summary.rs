@@ -92,6 +92,11 @@ impl Plan {
         self.untied_by_preparation || self.quantizes(&self.head)
     }
 
+    /// Whether the source is quantized, and is written in another format with the same values.
+    pub fn is_repacked(&self) -> bool {
+        self.entries.iter().any(|entry| matches!(entry.action, Action::Repack { .. }))
+    }
+
     /// Whether the decoder is part of a larger model.
     pub fn is_wrapped(&self) -> bool {
         self.wrapper.is_some()
