@@ -3,6 +3,7 @@
 use core::ffi::{CStr, c_char};
 use std::ffi::{CString, OsStr};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use quant_formats::format::{LinearInfo, QuantizedCheckpoint};
 use quant_formats::quantize::QuantizedTensor;
@@ -26,6 +27,10 @@ pub struct qz1_tensor {
     /// The E4M3 codes of the group scales, if the tensor has such scales.
     scale_codes: Option<Vec<u8>>,
     bias: Option<Vec<f32>>,
+    /// The input of each column, if the columns are in a different order.
+    order: Option<Vec<u32>>,
+    /// Whether the caller knows the order.
+    order_is_known: AtomicBool,
 }
 
 /// A linear layer whose weight is quantized.
@@ -203,7 +208,8 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
         memory::make(scope, out, || {
             let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
             let linear = linear(checkpoint, index)?;
-            let tensor = checkpoint.opened.read(&linear.name)?;
+            let mut tensor = checkpoint.opened.read(&linear.name)?;
+            let order = tensor.take_input_order();
             let bias = checkpoint.opened.bias(&linear.name)?;
             if bias.as_ref().is_some_and(|bias| bias.len() != linear.shape[0]) {
                 return Err(Fault::new(
@@ -212,7 +218,7 @@ pub unsafe extern "C" fn qz1_checkpoint_read(
                 ));
             }
             let scale_codes = tensor.global.and_then(|_| tensor.scale_codes());
-            Ok(qz1_tensor { tensor, scale_codes, bias })
+            Ok(qz1_tensor { tensor, scale_codes, bias, order, order_is_known: AtomicBool::new(false) })
         })
     })
 }
@@ -228,7 +234,8 @@ pub unsafe extern "C" fn qz1_tensor_free(tensor: *mut qz1_tensor) {
 }
 
 /// The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` must be set by the
-/// caller. The pointers in `out` point to memory of the tensor.
+/// caller. The pointers in `out` point to memory of the tensor. Fails if the columns are not in the order of the inputs
+/// and `qz1_tensor_input_order` was not called for this tensor.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
@@ -249,6 +256,13 @@ pub unsafe extern "C" fn qz1_tensor_weights(
 
 fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
     let qz1_tensor { tensor, scale_codes, .. } = of;
+    if of.order.is_some() && !of.order_is_known.load(Ordering::Relaxed) {
+        return Err(Fault::new(
+            qz1_status::Checkpoint,
+            "the columns are not in the order of the inputs (desc_act or actorder): call qz1_tensor_input_order, and \
+             rearrange the activations",
+        ));
+    }
     let view = tensor.view_with(scale_codes.as_deref())?;
     let at = |slice: Option<&[u8]>| slice.map_or((core::ptr::null(), 0), |s| (s.as_ptr(), s.len()));
     let (scales, groups) = match view.scales(0..tensor.shape[0]) {
@@ -287,6 +301,28 @@ fn weights(of: &qz1_tensor) -> Result<qz1_weights, Fault> {
             }
         },
         reserved: 0,
+    })
+}
+
+/// The input of each column of the weight, `[k]`, or null if column i belongs to input i. Checkpoints of GPTQ with
+/// `desc_act`, and of compressed-tensors with `actorder: group`, have such an order. Column i is multiplied by activation
+/// `order[i]`, so rearrange the activations before you pack them. The order belongs to the tensor.
+///
+/// # Safety
+/// Same as for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_tensor_input_order(
+    tensor: *const qz1_tensor,
+    out: *mut *const u32,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the caller upholds the pointer contract.
+    call(message, |scope| unsafe {
+        let out = scope.value(out, "the order")?;
+        let tensor = scope.shared(tensor, "the tensor")?;
+        out.put(tensor.order.as_ref().map_or(core::ptr::null(), |order| order.as_ptr()));
+        tensor.order_is_known.store(true, Ordering::Relaxed);
+        Ok(())
     })
 }
 

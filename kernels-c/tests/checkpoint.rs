@@ -171,6 +171,81 @@ fn every_container_is_listed_and_read() {
     }
 }
 
+/// Columns are sorted by group; the caller must ask for their order before it gets the weights.
+#[test]
+fn columns_in_another_order_are_read_with_that_order() {
+    let scratch = tempfile::tempdir().unwrap();
+    let scheme: quant_formats::scheme::LinearScheme = "w4a16-g32-sym".parse().unwrap();
+    let [n, k] = SHAPE;
+    let values: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.61).sin() * 0.1).collect();
+    let tensor = quantize_rtn("a", &values, SHAPE, scheme, Dtype::F16, None).unwrap();
+    // Input i belongs to group i mod 8.
+    let groups: Vec<usize> = (0..k).map(|input| input % (k / 32)).collect();
+    let index: Vec<u8> = groups.iter().flat_map(|&group| (group as i32).to_le_bytes()).collect();
+    let container = container("gptq").unwrap();
+    let mut data = HashMap::new();
+    for (spec, bytes) in container.pack("a", &tensor).unwrap() {
+        let dtype: safetensors::Dtype = serde_json::from_value(spec.info.dtype.name().into()).unwrap();
+        let bytes = if spec.name == "a.g_idx" { index.clone() } else { bytes };
+        data.insert(spec.name, (dtype, spec.info.shape, bytes));
+    }
+    let schemes =
+        ModuleSchemes { quantized: vec![("a", scheme)], shapes: [("a", SHAPE)].into(), ..Default::default() };
+    let mut settings = container.quantization_config(&schemes);
+    settings["desc_act"] = true.into();
+    let config = serde_json::json!({ "quantization_config": settings });
+    std::fs::write(scratch.path().join("config.json"), config.to_string()).unwrap();
+    let views = data
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, &scratch.path().join("model.safetensors")).unwrap();
+
+    let checkpoint = open(scratch.path());
+    // SAFETY: handles come from the library, and every other pointer points to a live value of this test. The order and
+    // the weights belong to the tensor, which is freed after their last use.
+    unsafe {
+        let mut read = null_mut();
+        assert_eq!(qz1_checkpoint_read(checkpoint, 0, &raw mut read, null()), qz1_status::Ok);
+        let mut weights: qz1_weights = std::mem::zeroed();
+        weights.struct_size = size_of::<qz1_weights>() as u32;
+        let mut said = Said([0; 400]);
+        let message = said.message();
+        let status = qz1_tensor_weights(read, &raw mut weights, &raw const message);
+        assert_eq!(status, qz1_status::Checkpoint);
+        assert!(text(said.0.as_ptr()).contains("qz1_tensor_input_order"), "{}", text(said.0.as_ptr()));
+
+        let mut order = null();
+        assert_eq!(qz1_tensor_input_order(read, &raw mut order, null()), qz1_status::Ok);
+        let order = std::slice::from_raw_parts(order, k);
+        let mut expected: Vec<u32> = (0..k as u32).collect();
+        expected.sort_by_key(|&input| groups[input as usize]);
+        assert_eq!(order, expected);
+        assert_eq!(qz1_tensor_weights(read, &raw mut weights, null()), qz1_status::Ok);
+        let codes = std::slice::from_raw_parts(weights.codes, n * k);
+        for (row, stored) in codes.chunks(k).zip(tensor.codes.chunks(k)) {
+            assert!(row.iter().zip(order).all(|(&code, &input)| code == stored[input as usize]));
+        }
+        assert_eq!(qz1_tensor_input_order(null(), null_mut(), null()), qz1_status::Null);
+        qz1_tensor_free(read);
+        qz1_checkpoint_free(checkpoint);
+    }
+
+    // The columns of other checkpoints are in the order of the inputs.
+    let plain = scratch.path().join("plain");
+    write(&plain, CHECKPOINTS[1]);
+    let checkpoint = open(&plain);
+    // SAFETY: handles come from the library, and every other pointer points to a live value of this test.
+    unsafe {
+        let mut read = null_mut();
+        assert_eq!(qz1_checkpoint_read(checkpoint, 0, &raw mut read, null()), qz1_status::Ok);
+        let mut order = std::ptr::dangling();
+        assert_eq!(qz1_tensor_input_order(read, &raw mut order, null()), qz1_status::Ok);
+        assert!(order.is_null());
+        qz1_tensor_free(read);
+        qz1_checkpoint_free(checkpoint);
+    }
+}
+
 #[test]
 fn what_is_wrong_is_a_status_with_a_reason() {
     let scratch = tempfile::tempdir().unwrap();
