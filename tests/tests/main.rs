@@ -11,6 +11,7 @@ mod cuda;
 mod end_to_end;
 mod evaluation;
 mod faults;
+mod float_sources;
 mod foreign_engine;
 mod fp8_cache;
 mod full_disk;
