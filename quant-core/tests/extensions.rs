@@ -17,8 +17,8 @@ use quant_core::format::{
 use quant_core::model::{BlockGraph, Model, NodeId};
 use quant_core::pipeline::QuantReport;
 use quant_core::quantize::QuantizedTensor;
-use quant_core::recipe::{Extensions, Method, Plan, Rates, Recipe};
-use quant_core::run::{Done, Host, Nothing, QuantizeRequest, RecipeSettings, quantize};
+use quant_core::recipe::{Extensions, Method, Plan, Rates, Recipe, method};
+use quant_core::run::{Done, GgufSettings, Host, Nothing, QuantizeRequest, RecipeSettings, quantize};
 use quant_core::scheme::{Granularity, LinearScheme};
 use quant_core::transform::{
     BlockTask, Needs, Rewrite, SearchWork, StepContext, StepKey, StepRecord, Transform, TransformSettings,
@@ -403,6 +403,36 @@ fn a_recipe_names_both() {
 }
 
 #[test]
+fn a_method_of_a_program_keeps_its_name() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    std::fs::create_dir(at("model")).unwrap();
+    tiny::tiny_llama(&at("model")).unwrap();
+    let own = Method { name: "house".into(), ..method("fold-norms").unwrap() };
+    let known = Extensions { methods: vec![own], ..extensions() };
+    let settings = RecipeSettings {
+        method: Some("house".into()),
+        scheme: Some("w8a16-g16-sym".into()),
+        ..RecipeSettings::default()
+    };
+    let request = QuantizeRequest {
+        settings,
+        extensions: known.clone(),
+        ..QuantizeRequest::new(at("model"), at("out"))
+    };
+    quantize(&request, &Host::new(&Silent, &CancelToken::new(), &Nothing)).unwrap();
+    let report: Value =
+        serde_json::from_slice(&std::fs::read(at("out").join("quant_report.json")).unwrap()).unwrap();
+    assert_eq!(report["method"], "house");
+
+    // A step may not have the name of a method with other steps, because settings would mean the method.
+    let taken = Method { name: "even-columns".into(), ..method("awq").unwrap() };
+    let error = Extensions { methods: vec![taken], ..known }.check().unwrap_err();
+    assert_eq!(error.category(), Category::Usage);
+    assert!(error.to_string().contains("is that of a method with other steps"), "{error}");
+}
+
+#[test]
 fn one_call_writes_them_and_reads_them_back() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
@@ -445,6 +475,14 @@ fn one_call_writes_them_and_reads_them_back() {
         RecipeSettings { format: vec!["compressed-tensors".into()], ..Default::default() },
     )
     .unwrap();
+    let gguf = RecipeSettings {
+        scheme: Some("f16".into()),
+        format: vec!["gguf".into()],
+        requantize: true,
+        gguf: GgufSettings { pre: Some("none".into()), ..GgufSettings::default() },
+        ..RecipeSettings::default()
+    };
+    run("of-recipe", "floats.gguf", gguf).unwrap();
     let opened = |out: &str| {
         Model::open_with(&ModelDirectory::open(&at(out)).unwrap(), &extensions().containers).unwrap()
     };

@@ -14,7 +14,7 @@ use quant_core::quantize::gptq::LayerInputs;
 use quant_core::quantize::{
     ErrorStats, QuantizedTensor, RowsError, ScaleContext, SourceRows, quantize_within,
 };
-use quant_core::recipe::{Extensions, Plan, Recipe};
+use quant_core::recipe::{Extensions, Method, Plan, Recipe};
 use quant_core::round::{
     Rounded, Rounding, RoundingMemory, RoundingTask, StageRounded, StagedRounding, States, WeightTask,
 };
@@ -219,6 +219,54 @@ fn a_rounding_works_in_stages() {
             [&plain, &staged].map(|r| Plan::peak_memory(&Plan::all(&model, r).unwrap(), &model));
         assert!(before < SOLVED && after >= SOLVED, "{before} and {after}");
     }
+}
+
+#[test]
+fn a_rounding_that_leaves_linears_out_is_refused() {
+    #[derive(Debug)]
+    struct Forgets;
+    impl Rounding for Forgets {
+        fn name(&self) -> &'static str {
+            "forgets"
+        }
+        fn summary(&self) -> &'static str {
+            "returns no stage"
+        }
+        fn inputs(&self, _: &TransformSettings) -> Option<LayerInputs> {
+            Some(LayerInputs::Float)
+        }
+        fn begin<'a>(
+            &self,
+            task: RoundingTask<'a>,
+            (which, states): (States, &'a mut HiddenStates),
+            advance: bool,
+        ) -> Result<Box<dyn StagedRounding + 'a>> {
+            if advance && which == States::Float {
+                states.advance(&task.block, task.cancel)?;
+            }
+            Ok(Box::new(Stage { task: None, tokens: 0 }))
+        }
+    }
+    let extensions = Extensions { roundings: vec![&Forgets], ..Extensions::default() };
+    let tiny = Tiny::default();
+    let (model, batch) = (tiny.random(5).model(), windows(tiny.vocab, 4, 24, 9));
+    let recipe = Recipe { method: extensions.method("forgets").unwrap(), ..recipe("rtn", "w8a16-g16-sym") };
+    let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+    let mut sink = MemorySink::new(plan.outputs()).unwrap();
+    let (observer, cancel) = (&Silent, &CancelToken::new());
+    let job = Job { model: &model, plan: &plan, windows: Some(&batch), maxima: None, observer, cancel };
+    let error = quantize(&job, &mut sink).unwrap_err();
+    assert_eq!(error.category(), Category::Usage);
+    assert!(error.to_string().contains("the rounding `forgets` left out"), "{error}");
+}
+
+#[test]
+fn a_method_sets_keys_of_its_rounding() {
+    let shrunk = extensions().method("shrunk").unwrap();
+    let own = Method { name: "whole".into(), rounding_keys: &[("factor", "1")], ..shrunk };
+    let mut settings = TransformSettings::default();
+    own.set_defaults(&mut settings).unwrap();
+    assert_eq!(settings.other("shrunk", "factor"), Some(&json!(1)));
 }
 
 #[test]

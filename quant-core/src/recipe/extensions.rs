@@ -71,7 +71,8 @@ impl Extensions {
     /// Checks that every name is unique and can be written in lists and in `STEP.KEY=VALUE`.
     ///
     /// # Errors
-    /// [`Error::Usage`] for a name that is empty, is taken, or has a comma or a space; for the name of a step, a
+    /// [`Error::Usage`] for a name that is empty, is taken, or has a comma or a space; for the name of a step that a method
+    /// with other steps has; for the name of a step, a
     /// rounding or a key with `.` or `=`; for a key named `kind`, one that a step has twice, and one with a
     /// [`setting`](StepKey::setting) or a [file](StepKey::is_file), which only steps of this library have.
     pub fn check(&self) -> Result<()> {
@@ -83,9 +84,31 @@ impl Extensions {
         [("step", steps), ("method", methods), ("format", formats)]
             .into_iter()
             .try_for_each(|(kind, names): (_, Vec<&str>)| are_distinct(kind, &names))?;
+        let own = self.transforms.iter().map(|t| t.name()).chain(self.roundings.iter().map(|r| r.name()));
+        own.into_iter().try_for_each(|name| self.is_not_another_method(name))?;
         let transforms = self.transforms.iter().map(|t| (t.name(), t.keys()));
         let roundings = self.roundings.iter().map(|r| (r.name(), r.keys()));
         transforms.chain(roundings).try_for_each(|(step, keys)| are_valid(step, &keys))
+    }
+
+    /// Checks that a step's name is not that of a method with other steps: in settings, the method would be meant, and
+    /// in recipe files the step.
+    fn is_not_another_method(&self, step: &str) -> Result<()> {
+        let is_alone = |method: &Method| match method.steps()[..] {
+            [] => method.rounding.name() == step,
+            [one] => one == step,
+            _ => false,
+        };
+        match self.methods().find(|method| method.name == step && !is_alone(method)) {
+            None => Ok(()),
+            Some(method) => Err(Error::usage(
+                format!(
+                    "the name `{step}` of a step is that of a method with other steps: {}",
+                    method.summary
+                ),
+                "give it another name in the program that adds it",
+            )),
+        }
     }
 
     /// The transforms of this library, then those of the calling program.

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use serde_json::{Map, Value};
 
 use super::Extensions;
-use crate::keys::StepKey;
+use crate::keys::{StepKey, as_text_if_string};
 use crate::model::Preparation;
 use crate::names::suggestion;
 use crate::round::{DEFAULT, Gptq, Nearest, ROUNDINGS, Rounding};
@@ -112,9 +112,15 @@ impl Method {
     /// [`Error::Usage`] when a default is not a value of its key.
     pub fn set_defaults(&self, settings: &mut TransformSettings) -> Result<()> {
         self.rounding.reset(settings);
-        self.rounding_keys
-            .iter()
-            .try_for_each(|(key, value)| self.rounding.set(key, &(*value).into(), settings))
+        let keys = self.rounding.keys();
+        self.rounding_keys.iter().try_for_each(|(name, text)| {
+            let parsed = serde_json::from_str(text).ok().filter(|value: &Value| !value.is_null());
+            let value = parsed.unwrap_or_else(|| Value::from(*text));
+            match keys.iter().find(|key| key.name == *name) {
+                Some(key) => self.rounding.set(name, &as_text_if_string(&value, &key.schema), settings),
+                None => self.rounding.set(name, &value, settings),
+            }
+        })
     }
 
     /// Returns the method without some of its steps.
@@ -122,6 +128,9 @@ impl Method {
     /// # Errors
     /// [`Error::Usage`] for a name that is not one of its steps; the remedy lists them.
     pub fn without(&self, names: &[String]) -> Result<Self> {
+        if names.is_empty() {
+            return Ok(self.clone());
+        }
         let steps = self.steps();
         if let Some(name) = names.iter().find(|name| !steps.contains(&name.as_str())) {
             return Err(Error::usage(

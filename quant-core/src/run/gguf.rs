@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::files::{check_writable, distinct, outside, write_file};
 use super::gguf_settings::{check_importance, sampling};
-use super::host::{Host, Opened, as_floats, open};
+use super::host::{Host, Opened, as_floats, open_with};
 use super::memory::residence_by;
 use super::outputs::given_up;
 use super::quantize::{QuantizeRequest, is_gguf_name};
@@ -23,6 +23,7 @@ use crate::gguf::{
 };
 use crate::model::Model;
 use crate::pipeline::REPORT;
+use crate::recipe::Extensions;
 use crate::wording::counted;
 use crate::{Error, Result};
 
@@ -86,7 +87,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
 pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<'_>) -> Result<GgufDone> {
     let settings = &request.settings;
     let gptq = settings.gguf_request(true)?.gptq.is_some();
-    let opened = source(&request.model, settings, host)?;
+    let opened = source(&request.model, settings, &request.extensions, host)?;
     refuse_overlap(opened.directory.path(), &request.output)?;
     let spill = spill(request, &opened, gptq, host)?;
     let default = Text::Named(BUILTIN.to_owned());
@@ -168,8 +169,13 @@ fn further_bytes(settings: &RecipeSettings, opened: &Opened) -> u64 {
 
 /// Opens the model, dequantized if requested. The values of GGUF blocks may be written as floats without such a
 /// request.
-fn source(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<Opened> {
-    let opened = open(model, host)?;
+fn source(
+    model: &Path,
+    settings: &RecipeSettings,
+    extensions: &Extensions,
+    host: &Host<'_>,
+) -> Result<Opened> {
+    let opened = open_with(model, extensions, host)?;
     let keeps_floats = opened.directory.rounded_to().is_some() && settings.gguf_request(true)?.is_float();
     if keeps_floats { Ok(opened) } else { as_floats(opened, settings, host) }
 }
@@ -308,7 +314,7 @@ pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Re
             "leave it out",
         ));
     }
-    let opened = source(model, settings, host)?;
+    let opened = source(model, settings, &Extensions::default(), host)?;
     // Types may depend on whether there is an importance matrix.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
     let weighted = settings.gguf_request(true)?;
