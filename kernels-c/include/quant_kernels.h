@@ -585,8 +585,7 @@ qz1_status qz1_checkpoint_linear(const struct qz1_checkpoint *checkpoint,
                                  struct qz1_linear *out,
                                  const struct qz1_message *message);
 
-// Reads the weight of a linear layer, and its bias. The tensor takes one byte per weight, 4 bytes per scale (5 if the
-// scale is an E4M3 code), one byte per zero point, and the bias as f32. The handle must be freed by
+// Reads the weight of a linear layer, and its bias. Codes take one byte each. The handle must be freed by
 // `qz1_tensor_free`. On error, `out` is set to null.
 qz1_status qz1_checkpoint_read(const struct qz1_checkpoint *checkpoint,
                                size_t index,
@@ -597,8 +596,7 @@ qz1_status qz1_checkpoint_read(const struct qz1_checkpoint *checkpoint,
 void qz1_tensor_free(struct qz1_tensor *tensor);
 
 // The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` must be set by the
-// caller. The pointers in `out` point to memory of the tensor. Packing copies it, so packed weights remain valid when
-// the tensor is freed.
+// caller. The pointers in `out` point to memory of the tensor.
 qz1_status qz1_tensor_weights(const struct qz1_tensor *tensor,
                               struct qz1_weights *out,
                               const struct qz1_message *message);
@@ -742,8 +740,8 @@ qz1_status qz1_attend_workspace(const struct qz1_kv_layout *layout,
 // `qz1_attend_merge` merges results on parts of a sequence.
 //
 // A query that sees no tokens gets zeros in `out` and minus infinity in `lse`. A head gets NaN in both if its query is
-// not finite, or if its scores might overflow: on f16 pages, if a magnitude exceeds 1e27 before or after
-// multiplication by the scale; on quantized pages, if `|scale| · max |q| / 127` exceeds 1e27.
+// not finite, or so large that scores might overflow.
+//
 // `isa` is a `QZ1_ISA_…`. Results are bit-identical for all instruction sets and any number of threads, except for
 // `out` with `QZ1_ISA_AVX512BF16`. The caller allocates the workspace. Its contents do not matter between calls, and
 // concurrent calls need separate ones.
@@ -806,8 +804,8 @@ qz1_status qz1_kv_cache_append(struct qz1_kv_cache *cache,
                                const struct qz1_message *message);
 
 // Computes the attention of the last token's queries, with the instructions of `QZ1_ISA_DETECT`: `q` and `out` are
-// `[heads.query, head_dim]`, `lse` is `[heads.query]`. The queries see all tokens. If the cache is empty, `out` is set
-// to zeros and `lse` to minus infinity.
+// `[heads.query, head_dim]`, `lse` is `[heads.query]`. If the cache is empty, `out` is set to zeros and `lse` to minus
+// infinity.
 qz1_status qz1_kv_cache_decode(struct qz1_kv_cache *cache,
                                const float *q,
                                size_t q_len,
@@ -935,9 +933,9 @@ qz1_status qz1_float_rows_pack_silu_mul(struct qz1_float_rows *rows,
                                         const struct qz1_parallel *parallel,
                                         const struct qz1_message *message);
 
-// Computes the layout of weights. If `sums` is not 0, it includes the sums that are required for activations with a
-// zero point. Scales are stored in the narrowest type that represents all of them exactly. Fills `out`, whose
-// `struct_size` must be set by the caller.
+// Computes the layout of weights. If `sums` is not 0, it includes sums for activations with a zero point. Scales are
+// stored in the narrowest type that represents all of them exactly. Fills `out`, whose `struct_size` must be set by
+// the caller.
 qz1_status qz1_layout_of(const struct qz1_weights *weights,
                          uint32_t sums,
                          struct qz1_layout *out,
@@ -954,11 +952,9 @@ qz1_status qz1_pack(const struct qz1_weights *weights,
                     const struct qz1_parallel *parallel,
                     const struct qz1_message *message);
 
-// Checks packed bytes from an external source, such as a file, for values that `qz1_pack` never writes: NaN codes,
-// E4M3 scales that are negative or NaN, E8M0 scales that are NaN, a divisor of E4M3 scales that is not positive and
-// finite, and weights with two levels of scales that exceed 8 bits. Scales of f16, bf16 and f32 are not checked. Reads
-// all bytes once. Kernels accept other bytes too, but read a NaN code as ±480, a NaN E4M3 scale as 480, and a NaN E8M0
-// scale as infinity.
+// Checks packed bytes from an external source, such as a file, for values that `qz1_pack` never writes, such as NaN
+// codes. Scales of f16, bf16 and f32 are not checked. Kernels accept any bytes, but read NaN codes, and NaN scales of
+// E4M3 and E8M0, as other values.
 qz1_status qz1_check(const struct qz1_layout *layout,
                      const uint8_t *packed,
                      size_t packed_len,

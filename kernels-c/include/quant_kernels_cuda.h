@@ -51,8 +51,8 @@
 // once.
 typedef struct qz1_cuda_kernels qz1_cuda_kernels;
 
-// A launch of any family, complete except for addresses, with its loaded kernels. It is immutable: any number of
-// threads may use it at once, and it may be launched repeatedly. It belongs to the context in which it was created.
+// A launch of any family, complete except for addresses, with its loaded kernels. It is immutable and may be launched
+// repeatedly, also from several threads at once. It belongs to the context in which it was created.
 typedef struct qz1_cuda_plan qz1_cuda_plan;
 
 // The properties of a device that determine plans.
@@ -65,15 +65,14 @@ typedef struct qz1_cuda_device {
   uint32_t capability_minor;
   // Number of multiprocessors.
   uint32_t multiprocessors;
-  // Maximum shared memory per block in bytes, with opt-in.
+  // Maximum shared memory per block in bytes, if the kernel opts in.
   uint32_t shared_of_block;
   // Shared memory per multiprocessor in bytes.
   uint32_t shared_of_multiprocessor;
 } qz1_cuda_device;
 
-// The layout of packed bytes. They consist of tiles of 16 output features and 128 input features, in the same order on
-// all architectures. Filled by `qz1_cuda_layout_of` or `qz1_cuda_layout_from`. Its fields may be stored with the
-// bytes, and are checked against `id` on every use.
+// The layout of packed bytes. The order is the same on all architectures. Filled by `qz1_cuda_layout_of` or
+// `qz1_cuda_layout_from`. Its fields may be stored with the bytes, and are checked against `id` on every use.
 typedef struct qz1_cuda_layout {
   // `sizeof(qz1_cuda_layout)`
   uint32_t struct_size;
@@ -266,7 +265,7 @@ typedef struct qz1_cuda_kv_layout {
   uint32_t page_tokens;
   // Bytes per page of one head, a multiple of 128.
   uint64_t page_bytes;
-  // An id of the data order, computed from everything that affects it except the tokens per page.
+  // An id of the data order; it does not depend on the tokens per page.
   uint64_t id;
 } qz1_cuda_kv_layout;
 
@@ -480,8 +479,8 @@ qz1_status qz1_cuda_layout_from(const struct qz1_cuda_layout *parts,
                                 struct qz1_cuda_layout *out,
                                 const qz1_message *message);
 
-// Packs weights on the CPU into `out`, which has `layout.bytes` bytes, to be copied to the device or stored. Writes
-// the same bytes as `qz1_cuda_pack_launch`, and 0 between sections.
+// Packs weights on the CPU into `out`, which has `layout.bytes` bytes. Writes the same bytes as
+// `qz1_cuda_pack_launch`, and 0 between sections.
 qz1_status qz1_cuda_pack(const qz1_weights *weights,
                          const struct qz1_cuda_layout *layout,
                          uint8_t *out,
@@ -546,8 +545,8 @@ qz1_status qz1_cuda_append_launch(const struct qz1_cuda_plan *plan,
                                   void *stream,
                                   const qz1_message *message);
 
-// Plans attention. The choice of kernel depends on the layout of pages and the types, and on whether more than eight
-// query rows (queries times heads) share a key-value head.
+// Plans attention. The choice of kernel depends on the layout of pages, the types, and the number of query rows per
+// key-value head.
 qz1_status qz1_cuda_decode_plan(const struct qz1_cuda_kernels *kernels,
                                 const struct qz1_cuda_decode_shape *shape,
                                 struct qz1_cuda_plan **out,

@@ -17,7 +17,7 @@ use quant_core::format::{
 use quant_core::model::{BlockGraph, Model, NodeId};
 use quant_core::pipeline::QuantReport;
 use quant_core::quantize::QuantizedTensor;
-use quant_core::recipe::{Extensions, Method, Plan, Rates, Recipe, method};
+use quant_core::recipe::{Extensions, Method, Plan, Rates, Recipe};
 use quant_core::run::{Done, GgufSettings, Host, Nothing, QuantizeRequest, RecipeSettings, quantize};
 use quant_core::scheme::{Granularity, LinearScheme};
 use quant_core::transform::{
@@ -408,7 +408,7 @@ fn a_method_of_a_program_keeps_its_name() {
     let at = |name: &str| scratch.path().join(name);
     std::fs::create_dir(at("model")).unwrap();
     tiny::tiny_llama(&at("model")).unwrap();
-    let own = Method { name: "house".into(), ..method("fold-norms").unwrap() };
+    let own = Method { name: "house".into(), ..quant_core::recipe::method("fold-norms").unwrap() };
     let known = Extensions { methods: vec![own], ..extensions() };
     let settings = RecipeSettings {
         method: Some("house".into()),
@@ -426,7 +426,7 @@ fn a_method_of_a_program_keeps_its_name() {
     assert_eq!(report["method"], "house");
 
     // A step may not have the name of a method with other steps, because settings would mean the method.
-    let taken = Method { name: "even-columns".into(), ..method("awq").unwrap() };
+    let taken = Method { name: "even-columns".into(), ..quant_core::recipe::method("awq").unwrap() };
     let error = Extensions { methods: vec![taken], ..known }.check().unwrap_err();
     assert_eq!(error.category(), Category::Usage);
     assert!(error.to_string().contains("is that of a method with other steps"), "{error}");

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use quant_kernels_cpu::StaticScale;
 
 use super::Job;
-use crate::Result;
 use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, Model, NodeId};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::transform::{BlockTask, LinearGrid, Rewrite, Transform};
+use crate::{Error, Result};
 use quant_formats::timed;
 
 pub(super) struct Context<'a, 'j> {
