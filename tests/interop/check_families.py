@@ -101,7 +101,7 @@ TRAPS = {
     "gates and ups clamped at 7": ("gpt_oss", {"swiglu_limit": 7.0}),
     "another sigmoid": ("gpt_oss", {"swiglu_alpha": 1.0}),
     "yarn truncated": ("gpt_oss", {"rope_parameters": make_tiny.yarn(truncate=True)}),
-    "norms side by side": ("gpt_neox-sequential", {"use_parallel_residual": True}),
+    "norms in parallel": ("gpt_neox-sequential", {"use_parallel_residual": True}),
     "no correction of scores": ("deepseek_v3", {}, ".e_score_correction_bias"),
     "no bias of experts": ("lfm2_moe", {}, ".expert_bias"),
     "weights of LFM2's experts not scaled": ("lfm2_moe", {"routed_scaling_factor": 1.0}),
@@ -123,7 +123,7 @@ TRAPS = {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}),
     "scores not divided by the layer": ("gpt2-scaled", {"scale_attn_by_inverse_layer_idx": False}),
     "a GELU with a tangent": ("gpt2-scaled", {"activation_function": "gelu_new"}),
-    "slopes and heads of another number": ("bloom", {"n_head": 8}),
+    "a different number of slopes and heads": ("bloom", {"n_head": 8}),
     "attention of Granite 4 rotated": ("granitemoehybrid", {"position_embedding_type": "rope"}),
     "no factor of Granite 4's residual stream": ("granitemoehybrid", {"residual_multiplier": 1.0}),
     "no norms of single heads": ("cohere-norms", {"use_qk_norm": False}),
@@ -150,7 +150,7 @@ TRAPS = {
         "rope_parameters": make_tiny.FAMILIES["mistral4"]["rope_parameters"] | {"llama_4_scaling_beta": 0.0}}),
     "Mistral 4's experts as one group": ("mistral4", {"n_group": 1, "topk_group": 1}),
     "weights of Mistral 4's experts not scaled": ("mistral4", {"routed_scaling_factor": 1.0}),
-    "an epsilon of another size": ("internlm3", {"rms_norm_eps": 1e-2}),
+    "a different epsilon": ("internlm3", {"rms_norm_eps": 1e-2}),
     "frequencies that do not depend on the length": ("internlm3", {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }

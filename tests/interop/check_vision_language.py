@@ -39,6 +39,7 @@ QUANTIZED = [
      ["--method", "rtn", "--override", "down_proj=w8a16-g64", "--override", "lm_head=w8a16"], False),
 ]
 MORE = [
+    ("llama4-vl", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
     ("gemma4-vl-small", "awq-w4-g32", ["--group-size", "32", *QUICK], False),
     ("qwen2-vl-modules", "rtn-w4-g32", ["--method", "rtn", "--group-size", "32"], False),
     ("qwen3-vl-tied", "awq-w4-g32-head", ["--group-size", "32", "--override", "lm_head=w4a16-g32", *QUICK], False),

@@ -167,7 +167,7 @@ class Vllm:
         result = self.quant("eval", out, "--text", TEXT, "--window", WINDOWS[0], "--windows", WINDOWS[1], "--quiet", "--json")
         ours = json.loads(result)["perplexity"]["mean"]
         apart = abs(theirs / ours - 1)
-        # Where the engine computes something else than transformers, which agrees with quant, `plan` says "unsure".
+        # Where the engine computes a different function than transformers, which agrees with quant, `plan` says "unsure".
         return (f"perplexity {theirs:.3f} by vLLM, {ours:.3f} by quant eval, {apart:.1e} apart, {detail} tokens; "
                 f"plan says {says}"), says == "unsure" if apart > TOLERANCE else says != "no"
 

@@ -401,7 +401,16 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken("a divergence below zero", &set("/comparison/window_kl/3", json!(-5.0)), &["has an invalid"]);
     broken("numbers beyond all bounds", &|r| r["window_nll"] = json!(vec![1e305; 24]), &["held.json"]);
     broken("a negative rate", &set("/bits_per_byte/mean", json!(-5.0)), &["bits_per_byte"]);
-    broken("a rate of other bytes", &set("/bits_per_byte/mean", json!(0.5)), &["but the text has"]);
+    broken(
+        "a rate of no number of bytes",
+        &set("/bits_per_byte/mean", json!(0.5)),
+        &["implies a non-integer number of bytes"],
+    );
+    let more_bytes = |r: &mut Value| {
+        let mean = r["bits_per_byte"]["mean"].as_f64().unwrap();
+        r["bits_per_byte"]["mean"] = json!(mean / 1024.0);
+    };
+    broken("a rate of other bytes", &more_bytes, &["but the text has"]);
     broken("a perplexity without its error", &set("/perplexity/standard_error", json!(0.0)), &["perplexity"]);
     broken(
         "a ratio without its error",

@@ -39,6 +39,7 @@ fn outline(
         head: None,
         embedding: None,
         fp8_cache: false,
+        scales_expert_inputs: false,
     }
 }
 
@@ -357,6 +358,17 @@ fn experts_have_rules_of_their_own() {
     assert_ne!(words("vLLM, CUDA", &minimax(&[sym]))[0], "no");
     let llama4 = Outline { family: "llama4_text", ..moe("compressed-tensors", sym, &[sym]) };
     assert_eq!(words("transformers", &llama4)[0], "yes");
+    // Experts whose inputs are multiplied by scores are separate linears there.
+    let separate = |scheme: &str| Outline {
+        family: "llama4_text",
+        scales_expert_inputs: true,
+        ..moe("compressed-tensors", scheme, &[scheme])
+    };
+    for (scheme, expected) in
+        [(sym, "yes"), ("wf8a16-b128", "yes"), ("nvfp4a16", "yes, but"), ("w8a8-channel-sym", "unsure")]
+    {
+        assert_eq!(words("transformers", &separate(scheme))[0], expected, "{scheme}");
+    }
     assert_eq!(words("vLLM, CPU", &moe("compressed-tensors", sym, &["float"]))[0], "yes");
     let on_cpu = reason("vLLM, CPU", &moe("compressed-tensors", sym, &[sym]), 1);
     assert!(on_cpu.contains("does not support experts"), "{on_cpu}");

@@ -138,11 +138,24 @@ pub(super) fn transformers(outline: &Outline) -> Compatibility {
     let schemes: Vec<_> = outline.experts.iter().collect();
     match schemes[..] {
         [None] => No(FLOAT_EXPERTS.into()),
+        [Some(scheme)] if outline.scales_expert_inputs => transformers_separate(*scheme),
         [Some(scheme)] => transformers_scheme(*scheme),
         _ => No(
             "it applies one scheme to all experts, but here their schemes differ, which gives wrong results"
                 .into(),
         ),
+    }
+}
+
+/// transformers loads each expert as linears of its own if scores multiply the inputs of experts.
+fn transformers_separate(scheme: LinearScheme) -> Compatibility {
+    let plain = scheme.is_symmetric() && scheme.activations == ActivationScheme::Float;
+    match scheme.fixed_scales() {
+        None if plain => Yes,
+        Some(ScaleFormat::E4m3) if plain => {
+            With("it loads in BF16 (dtype=torch.bfloat16), but not in F32".into())
+        }
+        _ => Unsure("experts in this scheme were not checked for this family".into()),
     }
 }
 

@@ -483,13 +483,13 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
         Basis::Read,
     ),
     fact(
-        &["Llama4ForConditionalGeneration", "mistral4"],
+        &["mistral4"],
         Has::No("it does not support separately stored experts for this model"),
         Basis::Read,
     )
     .on(TRANSFORMERS_5, NEWER),
     fact(MISTRAL3, Has::With(families::without_experts), Basis::Run),
-    fact(&["phimoe", "cohere2_moe", "llama4_text"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, NEWER),
+    fact(&["phimoe", "cohere2_moe", "llama4_text", "Llama4ForConditionalGeneration"], Has::Yes, Basis::Run).on(TRANSFORMERS_5, NEWER),
     fact(
         GPT2,
         Has::No("its class for this family uses a linear layer that its loaders do not support"),
@@ -514,7 +514,7 @@ pub(super) const TRANSFORMERS: &[Fact] = &[
     fact(SCALED_ACTIVATIONS, Has::Yes, Basis::Run).within(&[GPTQ]).on(TRANSFORMERS_5, NEWER),
     fact(&["qwen3_5_text", "qwen3_next"], Has::Yes, Basis::Run).within(&[AWQ]).on(TRANSFORMERS_5, NEWER),
     fact(
-        &["qwen3_5_text", "qwen3_next"],
+        &["qwen3_5_text", "qwen3_next", "Qwen3_5ForConditionalGeneration"],
         Has::No("it treats all linears as quantized in this format, but some linears of this family stay float"),
         Basis::Run,
     )

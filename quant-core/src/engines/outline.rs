@@ -82,6 +82,8 @@ pub struct Outline {
     pub embedding: Option<LinearScheme>,
     /// Whether the checkpoint has scales for an FP8 cache of keys and values.
     pub fp8_cache: bool,
+    /// Whether router scores multiply the inputs of experts instead of their outputs.
+    pub scales_expert_inputs: bool,
 }
 
 impl Outline {
@@ -131,6 +133,10 @@ impl Outline {
             head: scheme(&architecture.head),
             embedding: scheme(&architecture.embedding_module()),
             fp8_cache: plan.module_schemes().fp8_cache,
+            scales_expert_inputs: (0..architecture.layers).any(|layer| {
+                let nodes = architecture.graph(layer).nodes();
+                nodes.iter().any(|node| node.op.routing().is_some_and(|routing| routing.on_inputs))
+            }),
         }
     }
 

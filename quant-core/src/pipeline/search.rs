@@ -91,7 +91,7 @@ pub(super) fn search_rewrites(
     Ok(rewrites)
 }
 
-/// Checks the number of rewrites that a search returns, because a transform can be that of another program.
+/// Checks the number of rewrites that a search returns, because a transform can come from the calling program.
 fn one_per_task(
     transform: &&dyn Transform,
     tasks: usize,

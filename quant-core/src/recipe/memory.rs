@@ -21,7 +21,7 @@ const PER_PLANNED: u64 = 400;
 /// Bytes per tensor of the report and of the record from which an interrupted run resumes, besides names.
 const PER_REPORT: u64 = 1000;
 /// Bytes per quantized linear, besides names.
-const PER_LINEAR: u64 = 6144;
+const PER_LINEAR: u64 = 2048;
 /// Bytes of the report per linear whose scales or clip bounds were searched for.
 const PER_SEARCH: u64 = 1024;
 /// Bytes per tensor of the output, besides its name.

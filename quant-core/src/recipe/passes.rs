@@ -53,7 +53,7 @@ impl Plan {
             && self.span_blocks().is_some_and(|blocks| blocks > 0 && layer.is_multiple_of(blocks))
     }
 
-    /// The number of blocks in a span, if the rounding begins anew with the states of the float model.
+    /// The number of blocks in a span, if the rounding begins again with the states of the float model.
     pub(crate) fn span_blocks(&self) -> Option<usize> {
         self.method.rounding.span_blocks(&self.settings)
     }

@@ -54,7 +54,7 @@ pub struct Initialized {
 ///
 /// # Errors
 /// [`Error::Usage`] for invalid requests, and if the directory holds anything but this job; [`Error::Unavailable`] if
-/// the job was created on a machine of another type; errors of the model, the text and the files.
+/// the job was created on a different type of machine; errors of the model, the text and the files.
 pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<Initialized> {
     let settings = &request.settings;
     if settings.writes_gguf()? {
