@@ -596,10 +596,18 @@ qz1_status qz1_checkpoint_read(const struct qz1_checkpoint *checkpoint,
 void qz1_tensor_free(struct qz1_tensor *tensor);
 
 // The weight in the form that `qz1_layout_of` and `qz1_pack` take. Fills `out`, whose `struct_size` must be set by the
-// caller. The pointers in `out` point to memory of the tensor.
+// caller. The pointers in `out` point to memory of the tensor. Fails if the columns are not in the order of the inputs
+// and `qz1_tensor_input_order` was not called for this tensor.
 qz1_status qz1_tensor_weights(const struct qz1_tensor *tensor,
                               struct qz1_weights *out,
                               const struct qz1_message *message);
+
+// The input of each column of the weight, `[k]`, or null if column i belongs to input i. Checkpoints of GPTQ with
+// `desc_act`, and of compressed-tensors with `actorder: group`, have such an order. Column i is multiplied by activation
+// `order[i]`, so rearrange the activations before you pack them. The order belongs to the tensor.
+qz1_status qz1_tensor_input_order(const struct qz1_tensor *tensor,
+                                  const uint32_t **out,
+                                  const struct qz1_message *message);
 
 // The bias `[n]`, or null if the layer has no bias. It belongs to the tensor.
 qz1_status qz1_tensor_bias(const struct qz1_tensor *tensor,

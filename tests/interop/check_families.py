@@ -150,7 +150,7 @@ TRAPS = {
         "rope_parameters": make_tiny.FAMILIES["mistral4"]["rope_parameters"] | {"llama_4_scaling_beta": 0.0}}),
     "Mistral 4's experts as one group": ("mistral4", {"n_group": 1, "topk_group": 1}),
     "weights of Mistral 4's experts not scaled": ("mistral4", {"routed_scaling_factor": 1.0}),
-    "a different epsilon": ("internlm3", {"rms_norm_eps": 1e-2}),
+    "an epsilon that is larger": ("internlm3", {"rms_norm_eps": 1e-2}),
     "frequencies that do not depend on the length": ("internlm3", {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
 }
