@@ -305,8 +305,8 @@ impl GgufNeeds {
 /// Returns the plan of a GGUF file. If a type needs an importance matrix, the plan is that of a run which computes one.
 ///
 /// # Errors
-/// [`Error::Usage`] if `save_imatrix` is set; as [`RecipeSettings::gguf_request`], [`open`], [`Importance::read`] and
-/// [`GgufPlan::new`].
+/// [`Error::Usage`] if `save_imatrix` is set; as [`RecipeSettings::gguf_request`], [`open`](super::open),
+/// [`Importance::read`] and [`GgufPlan::new`].
 pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<GgufPlanned> {
     if settings.gguf.save_imatrix.is_some() {
         return Err(Error::usage(
