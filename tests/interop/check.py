@@ -382,7 +382,7 @@ def main():
             if arguments.only in f"{name} {case}":
                 check.quantized_model(name, case, options, False, repack)
         check_families.run_all(check, arguments.families, arguments.only)
-        check_defaults.run_all(check, arguments.only)
+        check_defaults.run_all(check, arguments.only, arguments.whole)
         check_vision_language.run_all(check, arguments.only, arguments.whole)
         for style in CHAT:
             if arguments.only in f"chat {style}":

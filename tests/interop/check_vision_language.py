@@ -15,13 +15,15 @@ import shutil
 import make_tiny
 import reference_model
 import torch
-from check_families import LENGTHS, TOLERANCE, float_errors, logits_of, random_tokens, relative, scaled
+from check_families import LENGTHS, TOLERANCE, due, float_errors, logits_of, random_tokens, relative, scaled
 from make_vision_language import MINISTRAL3, QWEN_TOKENS, VARIANTS
 from reference_model import module_name
 from safetensors.torch import load_file, save_file
 
 # Tokens beyond the vocabulary stand for images.
 TEXT_TOKENS = min(QWEN_TOKENS.values())
+# Float models that are compared on every change; they take turns by the day.
+PER_DAY = 5
 QUICK = ["--samples", "4", "--seq-len", "64"]
 # Model, name of the case, options of `quant quantize`, and whether transformers must dequantize. The cases in MORE run
 # only with --whole.
@@ -131,10 +133,10 @@ def trap(check, name, changes, change):
 
 
 def run_all(check, only, whole):
-    for name in VARIANTS:
+    for name in VARIANTS if whole or only else due(list(VARIANTS), PER_DAY):
         if only in f"vision-language float {name}":
             check.step(f"vision-language float {name}", lambda name=name: float_logits(check, name))
-    for title, case in TRAPS.items():
+    for title, case in TRAPS.items() if whole or only else ():
         if only in f"vision-language trap: {title}":
             check.step(f"vision-language trap: {title}", lambda case=case: trap(check, *case))
     for name, case, options, dequantize in [*QUANTIZED, *(MORE if whole else [])]:

@@ -35,7 +35,9 @@ pub fn run(args: &Args) -> Result<()> {
         for kind in ["profile", "gguf", "tokens", "exchange"] {
             interop::run(&["--whole", "--only", kind])?;
         }
-        interop::run(&["--whole", "--only", "vision-language"])?;
+        for kind in ["vision-language", "defaults"] {
+            interop::run(&["--whole", "--only", kind])?;
+        }
         interop::run(&["--families", "all", "--only", "family"])
     });
     steps.step("vllm", || interop::script("tests/interop/run_vllm.sh", &[]));
