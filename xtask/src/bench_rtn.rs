@@ -140,7 +140,9 @@ fn report(args: &Args, input_bytes: u64, output_bytes: u64, runs: &[Run], arithm
     let table = table(&header, &rows);
     println!("\n{table}");
     let (benchmark, option, back) = match &args.scheme {
-        Some(scheme) => ("rtn-floats", format!(" --scheme {scheme}"), ", read the output back"),
+        Some(scheme) => {
+            ("rtn-floats", format!(" --scheme {scheme}"), ", read the output back and compute its SHA-256")
+        }
         None => ("rtn", String::new(), ""),
     };
     let alone = match arithmetic.trim_end() {

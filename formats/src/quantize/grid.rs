@@ -336,6 +336,17 @@ fn largest(dtype: Dtype) -> f32 {
     }
 }
 
+/// Calls a function with the format as a constant, so that its loop is vectorized for this format.
+macro_rules! each_format {
+    ($format:expr, $function:ident($($argument:expr),*)) => {
+        match $format {
+            FloatFormat::E4m3 => $function(FloatFormat::E4m3, $($argument),*),
+            FloatFormat::E2m1 => $function(FloatFormat::E2m1, $($argument),*),
+            other => $function(other, $($argument),*),
+        }
+    };
+}
+
 /// The grid of one group: `value = (code − zero) · scale`. In a progressive group, codes are limited to those to which
 /// a value within the protective range can round.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -398,15 +409,24 @@ impl Grid {
     #[inline(always)]
     pub fn encode(self, weights: &[f32], codes: &mut [u8]) {
         if let Some(format) = self.float {
-            for (code, &w) in codes.iter_mut().zip(weights) {
-                *code = format.code(w / self.scale);
-            }
-            return;
+            return each_format!(format, encode_floats(weights, self.scale, codes));
         }
         let limits = self.limits();
         for (code, &w) in codes.iter_mut().zip(weights) {
             // The low byte of the sum is the number of steps modulo 256.
             *code = ((self.steps(w, limits) + MAGIC).to_bits() as u8).wrapping_add(self.zero);
+        }
+    }
+
+    /// Writes the codes of weights and the values of these codes, as [`encode`](Self::encode) and
+    /// [`decode`](Self::decode) do.
+    #[inline(always)]
+    pub(super) fn quantize(self, weights: &[f32], codes: &mut [u8], values: &mut [f32]) {
+        self.encode(weights, codes);
+        match self.float {
+            // Rounding takes fewer instructions than looking up the values of codes.
+            Some(format) => each_format!(format, round_floats(weights, self.scale, values)),
+            None => self.decode(codes, values),
         }
     }
 
@@ -452,6 +472,20 @@ impl Grid {
         for w in weights {
             *w = round_even(self.steps(*w, limits)) * self.scale;
         }
+    }
+}
+
+#[inline(always)]
+fn encode_floats(format: FloatFormat, weights: &[f32], scale: f32, codes: &mut [u8]) {
+    for (code, &w) in codes.iter_mut().zip(weights) {
+        *code = format.code(w / scale);
+    }
+}
+
+#[inline(always)]
+fn round_floats(format: FloatFormat, weights: &[f32], scale: f32, values: &mut [f32]) {
+    for (value, &w) in values.iter_mut().zip(weights) {
+        *value = format.round(w / scale) * scale;
     }
 }
 

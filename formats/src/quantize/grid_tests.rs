@@ -290,7 +290,11 @@ proptest! {
         let (mut faked, mut decoded) = (weights.clone(), vec![0.0; weights.len()]);
         grid.fake_quantize(&mut faked);
         grid.decode(&codes, &mut decoded);
+        let (mut quantized, mut values) = (vec![0; weights.len()], vec![0.0; weights.len()]);
+        grid.quantize(&weights, &mut quantized, &mut values);
+        prop_assert_eq!(&quantized, &codes);
         for (i, (&w, &code)) in weights.iter().zip(&codes).enumerate() {
+            prop_assert_eq!(values[i].to_bits(), decoded[i].to_bits());
             prop_assert_eq!(grid.code(w), code);
             prop_assert!(FloatFormat::E4m3.is_number(code));
             prop_assert_eq!(grid.value(code).to_bits(), faked[i].to_bits());

@@ -379,8 +379,7 @@ impl<'a> RowQuantizer<'a> {
         for (g, (part, codes)) in row.chunks_exact_mut(size).zip(out.codes.chunks_exact_mut(size)).enumerate()
         {
             let Some(grid) = self.fit(part, scale, (at, g), faults) else { continue };
-            grid.encode(part, codes);
-            grid.decode(codes, &mut rounded[g * size..(g + 1) * size]);
+            grid.quantize(part, codes, &mut rounded[g * size..(g + 1) * size]);
             out.scales[g] = grid.scale();
             if let Some(zeros) = &mut out.zeros {
                 zeros[g] = grid.zero();

@@ -123,22 +123,13 @@ fn peak_rss(status_file: &str) -> Option<u64> {
 }
 
 /// The baseline, on one thread: reads all safetensors of `input`, computes their SHA-256, writes `output_bytes` to a
-/// new file in `scratch`, syncs it and, if `read_back` is set, reads it again. Returns seconds.
+/// new file in `scratch`, syncs it and, if `read_back` is set, reads it again and computes its SHA-256. Returns seconds.
 pub fn read_hash_write(input: &Path, scratch: &Path, output_bytes: u64, read_back: bool) -> Result<f64> {
     let target = scratch.join("baseline.bin");
     let start = Instant::now();
     let mut buffer = vec![0; CHUNK];
     for path in safetensors_of(input)? {
-        let mut file = File::open(&path)?;
-        let mut hasher = Sha256::new();
-        loop {
-            let read = file.read(&mut buffer)?;
-            if read == 0 {
-                break;
-            }
-            hasher.update(&buffer[..read]);
-        }
-        std::hint::black_box(hasher.finalize());
+        read_and_hash(&path, &mut buffer)?;
     }
     let mut file = File::create(&target)?;
     let mut left = output_bytes;
@@ -149,13 +140,25 @@ pub fn read_hash_write(input: &Path, scratch: &Path, output_bytes: u64, read_bac
     }
     file.sync_all()?;
     if read_back {
-        let mut file = File::open(&target)?;
-        while file.read(&mut buffer)? > 0 {}
-        std::hint::black_box(&buffer);
+        read_and_hash(&target, &mut buffer)?;
     }
     let seconds = start.elapsed().as_secs_f64();
     std::fs::remove_file(&target)?;
     Ok(seconds)
+}
+
+fn read_and_hash(path: &Path, buffer: &mut [u8]) -> Result<()> {
+    let mut file = File::open(path)?;
+    let mut hasher = Sha256::new();
+    loop {
+        let read = file.read(buffer)?;
+        if read == 0 {
+            break;
+        }
+        hasher.update(&buffer[..read]);
+    }
+    std::hint::black_box(hasher.finalize());
+    Ok(())
 }
 
 /// The safetensors files of a directory, sorted.
