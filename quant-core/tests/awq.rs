@@ -1,7 +1,7 @@
 //! AWQ: the recorded search errors match their definitions, a search never ends with a larger error than it began with,
 //! and with planted outliers the whole pipeline loses far less than rounding alone.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 

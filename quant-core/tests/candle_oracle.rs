@@ -1,7 +1,7 @@
 //! The model stage against an independent decoder, candle-transformers' Llama, on random tiny checkpoints; and against
 //! itself, in batches and with a cache.
 
-mod common;
+use crate::common;
 
 use std::collections::HashMap;
 

@@ -1,7 +1,7 @@
 //! Steps in any sensible order: with each pair, a whole model is quantized, written and read back, and loses little.
 //! Other orders are rejected with a reason.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 //! Several containers from one run, and conversions between containers: the quantized values are the same in all of
 //! them.
 
-mod common;
+use crate::common;
 
 use common::{Quantized, Tiny, logits, model, recipe, run, windows};
 use quant_core::calibrate::TokenWindows;

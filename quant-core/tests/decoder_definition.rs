@@ -1,6 +1,6 @@
 //! Compares the model stage with its definition in double precision, for models that `candle_oracle.rs` cannot cover.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 

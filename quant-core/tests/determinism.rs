@@ -1,6 +1,6 @@
 //! The same inputs give the same bytes, for any number of threads and on every run.
 
-mod common;
+use crate::common;
 
 use common::{Quantized, Tiny, recipe, run};
 use quant_core::calibrate::TokenWindows;

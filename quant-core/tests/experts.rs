@@ -1,7 +1,7 @@
 //! Mixtures of experts in the pipeline: each expert only sees its routed tokens, experts without tokens are quantized
 //! too, routers stay float and are folded with the norm, and nothing depends on the order of experts.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,9 +1,8 @@
 //! A transform and a container that a program adds: each is a type in this file and a word in [`extensions`]. Recipes
 //! name them, and the pipeline runs them.
 
-mod common;
-#[path = "../examples/support/tiny.rs"]
-mod tiny;
+use crate::common;
+use crate::tiny;
 
 use std::borrow::Cow;
 use std::sync::Arc;

@@ -3,9 +3,8 @@
 //!
 //! `tests/interop` compares the families with transformers.
 
-mod common;
-#[path = "families/configs.rs"]
-mod configs;
+use crate::common;
+use crate::configs;
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! Folding alone leaves a block's output unchanged, for random norms, biases, grouped and ungrouped queries, and all
 //! storage types of norms. Every transform rests on this identity.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 //! GPTQ in the pipeline: every linear's codes match the solver's result for the linear's actual inputs, in the
 //! quantized model or in the float one, and with planted outliers the loss is much smaller than with plain rounding.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 

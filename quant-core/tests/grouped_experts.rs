@@ -1,7 +1,7 @@
 //! Packed linears that run together in one kernel call: up to rounding, the results are those of running them
 //! individually.
 
-mod common;
+use crate::common;
 #[path = "families/configs.rs"]
 #[allow(dead_code, reason = "only the tests of folds use all of it")]
 mod configs;

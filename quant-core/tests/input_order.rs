@@ -1,7 +1,7 @@
 //! Models whose quantized weights have groups of inputs that are not adjacent (GPTQ with `desc_act`, compressed-tensors
 //! with `actorder: group`): they run, and are a source for quantizing again, with the numbers of the definition.
 
-mod common;
+use crate::common;
 
 use common::{Quantized, Tiny, logits, model, recipe, run, windows};
 use quant_core::checkpoint::{Dtype, MemorySource, TensorInfo, TensorSource};

@@ -1,7 +1,7 @@
 //! Quantized keys and values in whole models: the same results for whole windows and token by token, close to the
 //! results with the kernels' pages, and without any effect on calibration.
 
-mod common;
+use crate::common;
 
 use common::{Kind, Tiny, flat};
 use quant_core::calibrate::HiddenStates;

@@ -1,6 +1,6 @@
 //! Vision-language models in the whole pipeline. The logits of the text tower are those of the same decoder on its own.
 
-mod common;
+use crate::common;
 
 use std::path::Path;
 use std::sync::Arc;

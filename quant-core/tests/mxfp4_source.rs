@@ -1,6 +1,6 @@
 //! gpt-oss as published, with experts in MXFP4: converted to other formats with the same codes.
 
-mod common;
+use crate::common;
 
 use std::path::PathBuf;
 use std::sync::Arc;

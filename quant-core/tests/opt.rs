@@ -1,6 +1,6 @@
 //! OPT in the whole pipeline.
 
-mod common;
+use crate::common;
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! Documents that share a window give the same results as they do separately, in the blocks of several families.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 //! Jobs over parts of a model: together they write byte for byte what a single job writes, and states that do not
 //! belong to a job are rejected.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,7 +1,7 @@
 //! QoQ's rewrites: each leaves the model's output unchanged in every family that allows it, is rejected with a reason
 //! in all other families, and has the intended effect.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

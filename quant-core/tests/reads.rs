@@ -2,9 +2,8 @@
 //! all formats; rounding to nearest with a scale shared between linears reads twice; experts that are processed one at
 //! a time are read several times.
 
-mod common;
-#[path = "common/sink.rs"]
-mod sink;
+use crate::common;
+use crate::sink;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

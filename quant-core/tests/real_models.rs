@@ -1,7 +1,7 @@
 //! Real models through the library: the packed tensors read back code for code as the rounded weights, and everything
 //! else is copied.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -1,8 +1,7 @@
 //! The storage of hidden states and samples does not change the output, and a resumed run starts from saved states.
 
-mod common;
-#[path = "common/sink.rs"]
-mod sink;
+use crate::common;
+use crate::sink;
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! Roundings that a program adds: one that looks at each weight by itself, and one that rounds a block in stages, on the
 //! states of a calibration batch. Each is a type in this file and a word in [`extensions`].
 
-mod common;
+use crate::common;
 
 use std::sync::Arc;
 

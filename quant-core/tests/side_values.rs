@@ -1,10 +1,8 @@
 //! Models whose blocks read more than the hidden states: per-layer inputs, and keys and values of an earlier block.
 //! Both travel with the hidden states, whose width therefore changes from block to block.
 
-mod common;
-#[allow(dead_code)]
-#[path = "families/configs.rs"]
-mod configs;
+use crate::common;
+use crate::configs;
 
 use std::collections::BTreeMap;
 

@@ -1,6 +1,6 @@
 //! SmoothQuant and 8-bit activations in the pipeline.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;

@@ -1,7 +1,7 @@
 //! Jobs in units: any partition of the units over workers, in any order, with duplicates and interruptions, gives the
 //! checkpoint that a run in one process writes.
 
-mod common;
+use crate::common;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,6 @@
 //! result.
 //!
 //! Nothing here is trained; the tests compare two ways to compute the same values.
-#![allow(dead_code)] // Every test file is a crate of its own and uses a part of this.
 
 use std::collections::BTreeMap;
 use std::io::Write;

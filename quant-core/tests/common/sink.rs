@@ -1,5 +1,4 @@
 //! A sink for runs that are interrupted and resumed.
-#![allow(dead_code)] // Each test that includes this uses a part of it.
 
 use std::collections::BTreeMap;
 
