@@ -271,9 +271,12 @@ fn show(report: &Report, all: bool) -> String {
         report.max_positions,
         if report.tied_embeddings { ", tied embeddings" } else { "" },
     );
-    let sliding = report.windows.iter().flatten().count();
-    if let Some(window) = report.windows.iter().flatten().next() {
-        text.push_str(&format!("sliding window of {window} in {sliding} of {} blocks\n", report.layers));
+    let mut windows: BTreeMap<usize, usize> = BTreeMap::new();
+    for window in report.windows.iter().flatten() {
+        *windows.entry(*window).or_default() += 1;
+    }
+    for (window, blocks) in windows {
+        text.push_str(&format!("sliding window of {window} in {blocks} of {} blocks\n", report.layers));
     }
     if let Some(Carried { class, tensors, bytes: size }) = &report.carried {
         text.push_str(&format!(
