@@ -44,21 +44,28 @@
 
 mod codes;
 mod curvature;
+mod factors;
 mod families;
 mod file;
 mod gemma4;
 mod imatrix;
 mod layout;
+mod llama4;
 mod memory;
 mod metadata;
 #[cfg(test)]
 mod metadata_tests;
+mod mixers;
 mod mixture;
 mod plan;
 mod read;
+#[cfg(test)]
+mod read_back_tests;
 mod rows;
 mod run;
 mod specials;
+#[cfg(test)]
+mod test_configs;
 mod tokenizer;
 
 use serde_json::json;
