@@ -47,12 +47,12 @@ CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "ol
 # As FAMILIES and CONVERTED, but without --whole, they take turns by the day. Models of make_vision_language.py are among
 # them. The converter does not read the first ones as they are saved here, or stores a model of another function.
 LATER_FAMILIES = ["llava-llama", "llava-qwen2", "gemma3-vl-sixth", "granite_4-rotated", "nemotron_h-dense",
-                  "falcon_h1-tied", "internlm2-unbiased", "gpt_neox-parallel", "gpt_neox-serial"]
-LATER_CONVERTED = ["qwen2-vl", "qwen2.5-vl-flat", "qwen3-vl", "qwen3-vl-moe-all", "mistral3", "mistral3-ministral3",
+                  "falcon_h1-tied", "exaone4-windows", "internlm2-unbiased", "gpt_neox-parallel", "gpt_neox-serial",
+                  "gpt2-tied"]
+LATER_CONVERTED = ["qwen2-vl-no-eps", "qwen2.5-vl-no-eps", "qwen3-vl", "qwen3-vl-moe-all", "mistral3", "mistral3-ministral3",
                    "mistral3-mistral4", "lfm2-tied", "lfm2_moe-corrected", "granite_4-hybrid", "granite_4-experts",
                    "granite_4-attention", "nemotron_h-grouped", "nemotron_h-narrow", "falcon_h1-normed", "exaone4-plain",
-                   "exaone4-windows", "hy_v3-first", "glm-partial", "bloom-tied", "phi-partial", "llama4-second",
-                   "gpt2-tied"]
+                   "hy_v3-first", "glm-partial", "bloom-tied", "phi-partial", "llama4-second"]
 PER_DAY = 6
 # Mixtures in which these models, except gpt_oss-codes, are also written.
 TYPED = ["Q4_K_M", "Q3_K_M", "MXFP4_MOE"]
@@ -106,9 +106,9 @@ def same(name, ours, theirs):
     if name == "token_embd.weight" and ours[1][1] > theirs[1][1]:
         # For Gemma, the converter drops rows beyond the tokenizer's vocabulary.
         return ours[:1] == theirs[:1] and ours[2].startswith(theirs[2])
-    if not name.endswith(".ssm_a"):
+    if ours[0] != "F32" or not name.endswith((".ssm_a", ".ssm_in.weight", ".attn_k.weight")):
         return False
-    # This tensor is computed with an exponential.
+    # The first is computed with an exponential, the others with two factors in Falcon-H1.
     ours, theirs = (numpy.frombuffer(tensor[2], "<f4") for tensor in (ours, theirs))
     return ours.shape == theirs.shape and numpy.abs(ours / theirs - 1).max() < 3e-7
 

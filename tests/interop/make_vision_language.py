@@ -141,6 +141,9 @@ ENGINES = {
 }
 # For check_gguf.py: the features that llama.cpp's graphs support.
 LLAMA_CPP = {
+    # llama.cpp ignores the epsilon of norms in these two.
+    "qwen2-vl-no-eps": QWEN2_VL | {"text_config": MROPE | {"rms_norm_eps": 1e-12}},
+    "qwen2.5-vl-no-eps": QWEN2_5_VL | {"text_config": MROPE | {"rms_norm_eps": 1e-12}},
     "qwen3-vl-moe-all": QWEN3_VL_MOE | {"text_config": QWEN3_VL_MOE["text_config"] | {
         "norm_topk_prob": True, "mlp_only_layers": []}},
     "gemma3-vl-sixth": GEMMA3 | {"text_config": {
@@ -217,7 +220,7 @@ def main():
         (arguments.out / name).write_text('{"of": "the vision tower"}')
     if arguments.variant.endswith("-modules"):
         use_module_names(arguments.out)
-    if arguments.variant == "qwen3-vl-moe-published":
+    if arguments.variant in ("qwen3-vl-moe-published", "qwen3-vl-moe-all"):
         transpose_experts(arguments.out)
     if arguments.variant == "qwen3.5-moe-published":
         make_tiny.join_experts(arguments.out)

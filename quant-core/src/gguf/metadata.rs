@@ -106,6 +106,12 @@ pub(super) fn metadata(
             facts.eps, family.arch
         ));
     }
+    if family.ignores_eps {
+        warnings.push(format!(
+            "llama.cpp ignores the epsilon of {} in the norms of the architecture {}",
+            facts.eps, family.arch
+        ));
+    }
     if family.states_parallel {
         put("use_parallel_residual", Value::Bool(is_parallel(a)));
     }
@@ -335,6 +341,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                 }
                 Computes::Activation(Activation::Sigmoid) if family.gates_attention => {}
                 Computes::Activation(Activation::Gelu) if family.approximates_gelu => {}
+                Computes::Activation(Activation::Silu) if family.mixer.is_some() => {}
                 Computes::Activation(other) => {
                     if other != family.activation {
                         return Err(unfit(

@@ -203,7 +203,9 @@ fn text_models_of_vision_language_models_have_their_own_architectures() {
         entries.iter().find(|(known, _)| *known == key).and_then(|(_, value)| value.as_integers())
     };
     let text = merged(rope(json!([2, 3, 3])), json!({ "model_type": "qwen2_vl_text" }));
-    let (_, entries, _) = larger("Qwen2VLForConditionalGeneration", "qwen2_vl", text, json!({})).unwrap();
+    let (_, entries, warnings) =
+        larger("Qwen2VLForConditionalGeneration", "qwen2_vl", text, json!({})).unwrap();
+    assert!(warnings.iter().any(|warning| warning.contains("ignores the epsilon")), "{warnings:?}");
     assert_eq!(sections(&entries, "qwen2vl"), Some(vec![2, 3, 3, 0]));
     let vision = json!({ "vision_config": { "deepstack_visual_indexes": [5, 11, 17] } });
     let text = merged(rope(json!([4, 2, 2])), json!({ "model_type": "qwen3_vl_text" }));

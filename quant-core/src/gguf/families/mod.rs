@@ -96,6 +96,8 @@ pub(super) struct GgufFamily {
     pub(super) head_is_separate: bool,
     /// Whether llama.cpp approximates the GELU of the family's models.
     pub(super) approximates_gelu: bool,
+    /// Whether llama.cpp does not read the epsilon of norms.
+    pub(super) ignores_eps: bool,
     /// Whether a key says that attention and MLP have the same input.
     pub(super) states_parallel: bool,
     /// Whether blocks attend to chunks of a fixed length, and the weights of experts are factors of their inputs.

@@ -112,6 +112,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     head_is_separate: false,
     approximates_gelu: false,
     states_parallel: false,
+    ignores_eps: false,
     has_chunks: false,
     folds_factors: false,
     may_lack_rope: false,

@@ -12,6 +12,7 @@ pub(super) const QWEN2: GgufFamily = GgufFamily {
     biases: &["attn_q", "attn_k", "attn_v"],
     sections: Some(Sections::Consecutive),
     heads_as_wide: true,
+    ignores_eps: true,
     ..PLAIN
 };
 
