@@ -295,7 +295,8 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
             .tensors
             .iter()
             .any(|(_, how)| *how == How::Named("exp_probs_b.bias") || *how == How::Named("exp_probs_b"));
-        if is_corrected && correction.is_none() {
+        // DeepSeek-V2 shares its table with V3.
+        if is_corrected && correction.is_none() && !family.softmax_scores {
             return Err(fault("the scores of its experts are not corrected"));
         }
     }

@@ -98,6 +98,11 @@ pub(super) fn keys(a: &Architecture, family: &GgufFamily, put: &mut impl FnMut(&
             put("ssm.state_size", count(space.state_dim)?);
             put("ssm.time_step_rank", count(space.heads)?);
             put("ssm.group_count", count(space.groups)?);
+            let mut linears = (0..a.layers).flat_map(|layer| a.graph(layer).linears());
+            let is_latent = |name: &str| family.module(name) == Some("ffn_latent_down");
+            if let Some((_, _, [width, _], _)) = linears.find(|(_, name, ..)| is_latent(name)) {
+                put("moe_latent_size", count(width)?);
+            }
             Ok(())
         }
     }
