@@ -139,6 +139,8 @@ pub(super) const NEMOTRON_H: GgufFamily = GgufFamily {
     biases: &["ffn_up", "ffn_down"],
     activation: Activation::ReluSquared,
     unrotated: Some(1),
+    // Without a rotation, the order of channels in a head makes no difference. This is the converter's.
+    pairs_neighbours: true,
     mixer: Some(Mixer::StateSpace { expand: None, norm: true }),
     has_single_operations: true,
     // llama.cpp requires the key of layer norms, and uses its value for all norms.
