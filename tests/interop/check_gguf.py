@@ -44,8 +44,8 @@ CONVERTED = ["fused", "fused-longrope", "smollm3-fourth", "granite", "glm4", "ol
              "qwen3_next-equal", "glm4_moe-first", "deepseek_v3-mla", "deepseek_v2-mla", "olmoe-plain", "granitemoe-plain",
              "cohere2-fourth", "ernie4_5-plain", "gemma4-shared-keys", "gemma4-own-inputs", "gemma4-with-experts",
              "olmo3-fourth", "minimax_m2-plain", "ernie4_5_moe-plain", "hunyuan-dense-plain"]
-# As FAMILIES and CONVERTED, but without --whole, they take turns by the day. Models of make_vision_language.py are among
-# them. The converter does not read the first ones as they are saved here, or stores a model of another function.
+# As FAMILIES and CONVERTED, but without --whole, they take turns by the day. Some are models of make_vision_language.py.
+# The converter cannot read the first ones as they are saved here, takes long, or gives different results.
 LATER_FAMILIES = ["llava-llama", "llava-qwen2", "gemma3-vl-sixth", "granite_4-rotated", "nemotron_h-dense",
                   "falcon_h1-tied", "exaone4-windows", "internlm2-unbiased", "gpt_neox-parallel", "gpt_neox-serial",
                   "gpt2-tied"]

@@ -78,7 +78,7 @@ pub(super) struct GgufFamily {
     pub(super) scales_rope_unasked: bool,
     /// The classes of vision-language models whose text model is stored like this.
     pub(super) wrappers: &'static [&'static str],
-    /// Whether a model of the family that is no part of another one is stored like this.
+    /// Whether models of the family that are not in a vision-language model are stored like this.
     pub(super) stands_alone: bool,
     /// How rotated channels are divided among the coordinates of an image, if a key says so.
     pub(super) sections: Option<Sections>,
