@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value as Json, json};
 
+use super::config_tests::{WITH_EXPERTS, YARN, about, cases, config, merged};
 use super::families::{self, FAMILIES, Stated};
 use super::file::{Array, Value};
 use super::rows::Change;
-use super::test_configs::{WITH_EXPERTS, YARN, about, cases, config, merged};
 use super::{layout, metadata};
 use crate::Error;
 

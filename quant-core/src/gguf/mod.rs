@@ -43,6 +43,8 @@
 //! ```
 
 mod codes;
+#[cfg(test)]
+mod config_tests;
 mod curvature;
 mod factors;
 mod families;
@@ -64,8 +66,6 @@ mod read_back_tests;
 mod rows;
 mod run;
 mod specials;
-#[cfg(test)]
-mod test_configs;
 mod tokenizer;
 
 use serde_json::json;

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use serde_json::{Value as Json, json};
 
+use super::config_tests::{cases, config, merged};
 use super::families::{self, EMBEDDING, EMBEDDING_NORM, GgufFamily, HEAD, POSITIONS};
 use super::file::{Value, write_file};
-use super::test_configs::{cases, config, merged};
 use super::{layout, metadata, open};
 use crate::Error;
 use crate::checkpoint::{ConfigFields, MemorySource};

@@ -1,4 +1,4 @@
-//! Small configurations of families with special parts.
+//! Small configurations of families with special parts, which several tests use.
 
 use std::path::Path;
 
