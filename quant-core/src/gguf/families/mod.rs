@@ -231,11 +231,8 @@ impl GgufFamily {
     }
 
     fn holds(&self, a: &Architecture) -> bool {
-        self.family == a.family
-            && match &a.wrapper {
-                Some(wrapper) => self.wrappers.contains(&wrapper.class),
-                None => self.stands_alone,
-            }
+        let is_held = a.wrapper.as_ref().map(|wrapper| self.wrappers.contains(&wrapper.class));
+        self.family == a.family && is_held.unwrap_or(self.stands_alone)
     }
 
     /// Whether the parts that differ between entries of the same family are those of the model.
