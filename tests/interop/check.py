@@ -233,7 +233,8 @@ class Check:
             return None
         path = self.scratch / name
         if not path.exists():
-            maker = "make_vision_language" if name in make_vision_language.VARIANTS else "make_tiny"
+            is_larger = name in make_vision_language.VARIANTS | make_vision_language.LLAMA_CPP
+            maker = "make_vision_language" if is_larger else "make_tiny"
             self.script(maker, path, "--variant", name, "--seed", 7)
         return path
 

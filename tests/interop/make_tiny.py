@@ -370,8 +370,49 @@ FAMILIES = {
                                "router_scaling_factor": 0.6, "attention_bias": True,
                                "mlp_layer_types": ["sparse", "dense", "sparse"]},
 }
+# The features that llama.cpp's graphs of these families support.
+LLAMA_CPP_LFM2 = {"num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", FULL]}
+LLAMA_CPP_GRANITE_4 = GRANITE_HYBRID | {"tie_word_embeddings": True, "num_local_experts": 0}
+LLAMA_CPP_NEMOTRON = {"head_dim": 32, "mamba_head_dim": 16}
+LLAMA_CPP_FALCON = FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 32}
+VARIANTS |= {
+    "lfm2-tied": LLAMA_CPP_LFM2 | {"model_type": "lfm2", "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.3,
+                                   "conv_L_cache": 4},
+    "lfm2_moe-corrected": LLAMA_CPP_LFM2 | EXPERTS | {
+        "model_type": "lfm2_moe", "num_experts": 6, "moe_intermediate_size": 64, "num_dense_layers": 1},
+    "granite_4-hybrid": LLAMA_CPP_GRANITE_4,
+    "granite_4-rotated": LLAMA_CPP_GRANITE_4 | {"position_embedding_type": "rope", "attention_bias": True},
+    "granite_4-experts": LLAMA_CPP_GRANITE_4 | EXPERTS | {"num_local_experts": 6, "intermediate_size": 64,
+                                                          "tie_word_embeddings": False},
+    "granite_4-attention": LLAMA_CPP_GRANITE_4 | {"position_embedding_type": "rope", "layer_types": [FULL] * 4},
+    "nemotron_h-dense": NEMOTRON | LLAMA_CPP_NEMOTRON | {"mlp_bias": True},
+    "nemotron_h-grouped": NEMOTRON_EXPERTS | LLAMA_CPP_NEMOTRON | {"n_group": 4, "topk_group": 2},
+    "nemotron_h-narrow": NEMOTRON_EXPERTS | LLAMA_CPP_NEMOTRON | {"moe_latent_size": 64, "norm_topk_prob": False},
+    "falcon_h1-normed": LLAMA_CPP_FALCON,
+    "exaone4-plain": {"model_type": "exaone4", "sliding_window": None, "layer_types": [FULL] * 2},
+    # llama.cpp gives sliding windows only to models of 64 blocks.
+    "exaone4-windows": {"model_type": "exaone4", "num_hidden_layers": 64, "hidden_size": 64, "intermediate_size": 96,
+                        "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 24,
+                        "sliding_window_pattern": 4},
+    "hy_v3-first": EXPERTS | {"model_type": "hy_v3", "num_hidden_layers": 3, "head_dim": 32, "num_experts": 6,
+                              "num_shared_experts": 2, "moe_intermediate_size": 64, "router_scaling_factor": 1.7,
+                              "first_k_dense_replace": 1},
+    "glm-partial": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
+    "internlm2-unbiased": {"model_type": "llama", "head_dim": 32},
+    "gpt_neox-parallel": {"model_type": "gpt_neox"} | rope(rope_type="default", partial_rotary_factor=0.5),
+    "gpt_neox-serial": {"model_type": "gpt_neox", "use_parallel_residual": False},
+    "bloom-tied": {"model_type": "bloom"},
+    "phi-partial": {"model_type": "phi"},
+    "gpt2-tied": {"model_type": "gpt2", "n_positions": 512},
+    "llama4-second": {"model_type": "llama4_text", "num_hidden_layers": 4, "head_dim": 32, "num_local_experts": 6,
+                      "num_experts_per_tok": 1, "intermediate_size": 64, "intermediate_size_mlp": 128,
+                      "interleave_moe_layer_step": 2},
+    "falcon_h1-tied": LLAMA_CPP_FALCON | {"mamba_rms_norm": False, "tie_word_embeddings": True},
+}
+# Published names of layers, which llama.cpp's converter expects.
+PUBLISHED_LAYERS = {LINEAR: "mamba", FULL: "attention"}
 # Variants that are built from another family's class.
-BUILT_AS_LLAMA = ("internlm2", "internlm2-plain", "internlm2-128")
+BUILT_AS_LLAMA = ("internlm2", "internlm2-plain", "internlm2-128", "internlm2-unbiased")
 
 # Families in widths for which engines have kernels: multiples of 32, and heads of 32 or 64 channels.
 WIDE_GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 64, "head_dim": 32, "tie_word_embeddings": True,
@@ -636,6 +677,20 @@ def store_without_prefix(out):
     edit_config(out / "config.json", edit)
 
 
+def use_published_layers(config):
+    """Writes the kinds of layers, and the absence of experts, as the published Granite 4 and Nemotron-H do."""
+    if config["model_type"] == "nemotron_h":
+        letters = {LINEAR: "M", FULL: "*", "mlp": "-", "moe": "E"}
+        kinds = config.pop("layers_block_type", None) or config.pop("layer_types")
+        config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
+        if "moe" not in kinds:
+            del config["num_experts_per_tok"]
+    else:
+        config["layer_types"] = [PUBLISHED_LAYERS[kind] for kind in config["layer_types"]]
+        if not config["num_local_experts"]:
+            config["num_experts_per_tok"] = 0
+
+
 def use_published_internlm3_keys(config):
     config |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": config.pop("attention_bias"),
                "bias": config.pop("mlp_bias")}
@@ -670,7 +725,7 @@ def make_spaced_tokenizer():
 def add_what_the_converter_reads(variant, out, tokenizer):
     """Adds what llama.cpp's converters of some families expect: a kind of tokenizer, or tokens with certain texts."""
     settings = {}
-    if variant.startswith("glm4"):
+    if variant.startswith(("glm4", "glm-")):
         tokenizer.add_special_tokens(["[gMASK]", "<|endoftext|>", "<|user|>", "<|observation|>"])
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     elif variant.startswith("fused"):
@@ -744,6 +799,8 @@ def main():
         edit_config(arguments.out / "config.json", lambda config: config.update(block_ff_dim=384))
     if arguments.variant in ("gpt2-bare", "bloom-bare"):
         store_without_prefix(arguments.out)
+    if arguments.variant in VARIANTS and arguments.variant.startswith(("granite_4", "nemotron_h")):
+        edit_config(arguments.out / "config.json", use_published_layers)
     if arguments.variant == "internlm3-published":
         edit_config(arguments.out / "config.json", use_published_internlm3_keys)
     of_converter = arguments.variant in VARIANTS or arguments.variant == "glm4"

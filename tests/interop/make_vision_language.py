@@ -139,10 +139,21 @@ ENGINES = {
     "mistral3-ministral3-512": MISTRAL3 | {"text_config": MINISTRAL3["text_config"] | {
         "rope_parameters": MINISTRAL3["text_config"]["rope_parameters"] | {"original_max_position_embeddings": 512}}},
 }
+# For check_gguf.py: the features that llama.cpp's graphs support.
+LLAMA_CPP = {
+    # llama.cpp ignores the epsilon of norms in these two.
+    "qwen2-vl-no-eps": QWEN2_VL | {"text_config": MROPE | {"rms_norm_eps": 1e-12}},
+    "qwen2.5-vl-no-eps": QWEN2_5_VL | {"text_config": MROPE | {"rms_norm_eps": 1e-12}},
+    "qwen3-vl-moe-all": QWEN3_VL_MOE | {"text_config": QWEN3_VL_MOE["text_config"] | {
+        "norm_topk_prob": True, "mlp_only_layers": []}},
+    "gemma3-vl-sixth": GEMMA3 | {"text_config": {
+        "model_type": "gemma3_text", "num_hidden_layers": 6, "head_dim": 32, "sliding_window": 24,
+        "query_pre_attn_scalar": 32}},
+}
 
 
 def make_model(variant, seed):
-    options = json.loads(json.dumps((VARIANTS | ENGINES)[variant]))
+    options = json.loads(json.dumps((VARIANTS | ENGINES | LLAMA_CPP)[variant]))
     text = TEXT | options.pop("text_config")
     config = AutoConfig.for_model(options.pop("model_type"), text_config=text, **options)
     model = AutoModelForImageTextToText.from_config(config)
@@ -199,7 +210,7 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT_DIR", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--variant", choices=VARIANTS | ENGINES, default="qwen2-vl")
+    parser.add_argument("--variant", choices=VARIANTS | ENGINES | LLAMA_CPP, default="qwen2-vl")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
 
@@ -209,7 +220,7 @@ def main():
         (arguments.out / name).write_text('{"of": "the vision tower"}')
     if arguments.variant.endswith("-modules"):
         use_module_names(arguments.out)
-    if arguments.variant == "qwen3-vl-moe-published":
+    if arguments.variant in ("qwen3-vl-moe-published", "qwen3-vl-moe-all"):
         transpose_experts(arguments.out)
     if arguments.variant == "qwen3.5-moe-published":
         make_tiny.join_experts(arguments.out)

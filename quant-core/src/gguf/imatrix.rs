@@ -78,7 +78,7 @@ impl Importance {
         cancel: &CancelToken,
     ) -> Result<Self> {
         let a = model.architecture();
-        let family = families::family(a.family).ok_or_else(|| {
+        let family = families::of_model(a).ok_or_else(|| {
             Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family))
         })?;
         observer.event(&Event::StageStarted { stage: "importance", unit: "block", units: a.layers as u64 });

@@ -1,8 +1,9 @@
 //! Maps the tensors of a block to tensors of the file, for writing and for reading.
 
+use super::factors::RowFactors;
 use super::families::{GgufFamily, How};
 use super::rows::{Change, RowOrder, View};
-use crate::model::{Architecture, BlockGraph, DeltaNet, Op, Parameter, RecurrentKind};
+use crate::model::{Architecture, BlockGraph, DeltaNet, Op, Parameter, RecurrentKind, StateSpace};
 use crate::{Error, Result};
 
 /// A tensor of a block, or a part of it, and its place in the file.
@@ -72,6 +73,10 @@ pub(super) fn of_parameter(
             false => RowOrder::AsStored,
         };
         let net = delta_net(graph);
+        let folded = |name: &str, width: usize, change| {
+            let view = View { change, ..View::of(RowOrder::Folded { width }) };
+            place(name.into(), vec![shape[0] / width.max(1), width], view)
+        };
         return Ok(match *how {
             How::Named(name) => vec![place(name.into(), squeezed(&shape), View::AS_STORED)],
             How::Heads(name) => {
@@ -108,6 +113,47 @@ pub(super) fn of_parameter(
                     })
                     .into()
             }
+            How::SplitByKeyHead(names) => {
+                let shape_of_heads = graph.attentions().next().ok_or_else(missing)?;
+                let (repeat, head) = (shape_of_heads.repeat, shape_of_heads.head_dim);
+                let (period, periods) = ((repeat + 2) * head, shape_of_heads.kv_heads);
+                let parts = [[0, repeat * head], [repeat * head, head], [(repeat + 1) * head, head]];
+                let orders = [true, true, false].into_iter().zip(parts).map(|(rotated, part)| {
+                    match rotated && family.pairs_neighbours {
+                        true => RowOrder::PairedPart { period, periods, part, head },
+                        false => RowOrder::Parts { period, periods, parts: [part, [0, 0], [0, 0]] },
+                    }
+                });
+                let rows = |order: RowOrder| {
+                    let rows = order.count(shape[0]);
+                    [&[rows], &shape[1..]].concat()
+                };
+                let named = names.into_iter().zip(orders);
+                named.map(|(name, order)| place(name.into(), rows(order), View::of(order))).collect()
+            }
+            How::JoinedHeads(name) => {
+                let shape_of_heads = graph.attentions().next().ok_or_else(missing)?;
+                let (heads, head) = (shape_of_heads.kv_heads, shape_of_heads.head_dim);
+                let parts = [[0, head], [head, head], [2 * head, head]];
+                let order = RowOrder::Parts { period: 3 * head, periods: heads, parts };
+                vec![place(name.into(), shape.clone(), View::of(order))]
+            }
+            How::Halves(names) => {
+                let half = shape[0] / 2;
+                let rows = |first| RowOrder::Parts {
+                    period: 2 * half,
+                    periods: 1,
+                    parts: [[first, half], [0, 0], [0, 0]],
+                };
+                let parts = names.into_iter().zip([rows(0), rows(half)]);
+                parts.map(|(name, order)| place(name.into(), vec![half, shape[1]], View::of(order))).collect()
+            }
+            How::Column(name) => vec![folded(name, 1, Change::None)],
+            How::DecayColumn(name) => vec![folded(name, 1, Change::Decay)],
+            How::Groups(name) => {
+                let space = state_space(graph).ok_or_else(missing)?;
+                vec![folded(name, space.width() / space.groups.max(1), Change::None)]
+            }
             How::Latent([keys, values]) => {
                 let [plain, value] = latent(graph).ok_or_else(missing)?;
                 let (period, depth) = (plain + value, shape[1]);
@@ -131,7 +177,10 @@ pub(super) fn of_parameter(
     let head = graph.attentions().next().map_or(0, |shape| shape.head_dim);
     let pairs = family.pairs_neighbours && matches!(stored, "attn_q" | "attn_k");
     let order = if pairs { RowOrder::Paired { head } } else { RowOrder::AsStored };
-    let view = View::of(order).plus(op.weight_offset());
+    let mut view = View::of(order).plus(op.weight_offset());
+    if let Some(factors) = family.folds_factors.then(|| RowFactors::of(graph, op)).flatten() {
+        view.change = Change::Multiply(factors);
+    }
     Ok(vec![place(format!("{stored}.{}", parameter.name), shape.clone(), view)])
 }
 
@@ -162,6 +211,16 @@ pub(super) fn delta_net(graph: &BlockGraph) -> Option<DeltaNet> {
         Op::Recurrent(recurrent) => match recurrent.kind {
             RecurrentKind::DeltaNet(net) => Some(net),
             RecurrentKind::Convolution(_) | RecurrentKind::StateSpace(_) => None,
+        },
+        _ => None,
+    })
+}
+
+pub(super) fn state_space(graph: &BlockGraph) -> Option<StateSpace> {
+    graph.nodes().iter().find_map(|node| match &node.op {
+        Op::Recurrent(recurrent) => match recurrent.kind {
+            RecurrentKind::StateSpace(space) => Some(space),
+            RecurrentKind::Convolution(_) | RecurrentKind::DeltaNet(_) => None,
         },
         _ => None,
     })

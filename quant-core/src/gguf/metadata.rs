@@ -1,10 +1,10 @@
 //! Metadata that describe the model. They are derived from the architecture, so they describe what this program
 //! computes.
 
-use super::families::{GgufFamily, How, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, RoutingKeys};
+use super::families::{GgufFamily, How, Mixer, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
 use super::file::{Array, Value};
-use super::gemma4;
 use super::specials::{self, LatentWidths};
+use super::{gemma4, llama4, mixers};
 use crate::model::{
     Activation, Architecture, AttentionShape, Computes, EmbeddingScale, Op, Rope, RopeLayout, RopeScaling,
     Routing,
@@ -47,6 +47,8 @@ pub(super) fn metadata(
     put("vocab_size", count(a.vocab)?);
     if family.has_two_kinds {
         put("feed_forward_length", gemma4::mlps(a, family)?);
+    } else if family.has_single_operations {
+        put("feed_forward_length", mixers::mlps(a, family)?);
     } else if let Some(n) = facts.intermediate.or(facts.expert_intermediate) {
         put("feed_forward_length", count(n)?);
     }
@@ -74,7 +76,11 @@ pub(super) fn metadata(
             put("interleave_moe_layer_step", Value::U32(1));
         }
     }
-    specials::delta_nets(a, family, config, &mut put)?;
+    specials::delta_nets(a, family, &mut put)?;
+    specials::sections(a, family, config, &mut put);
+    mixers::keys(a, family, &mut put)?;
+    specials::position_scale(a, family, &mut put)?;
+    llama4::keys(a, family, facts.routing.map_or(0, |routing| routing.experts), &mut put)?;
     let windows: Vec<Option<usize>> =
         (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window)).collect();
     if let Some(window) = windows.iter().flatten().next() {
@@ -98,6 +104,21 @@ pub(super) fn metadata(
             "llama.cpp uses an epsilon of {} in all norms of the architecture {}, but the model uses \
             {other} in some norms",
             facts.eps, family.arch
+        ));
+    }
+    if family.ignores_eps {
+        warnings.push(format!(
+            "llama.cpp ignores the epsilon of {} in the norms of the architecture {}",
+            facts.eps, family.arch
+        ));
+    }
+    if family.states_parallel {
+        put("use_parallel_residual", Value::Bool(is_parallel(a)));
+    }
+    if family.approximates_gelu && activations(a).any(|found| found == Activation::Gelu) {
+        warnings.push(format!(
+            "llama.cpp approximates the activation function GELU of the architecture {} by the form with tanh",
+            family.arch
         ));
     }
     multipliers(a, family, &facts, &mut put)?;
@@ -124,6 +145,9 @@ fn multipliers(
         _ => None,
     };
     let logits = a.logits.scale;
+    if family.folds_factors {
+        return Ok(());
+    }
     match family.multipliers {
         Multipliers::All => {
             put("attention.scale", Value::F32(facts.attention.scale()));
@@ -144,12 +168,35 @@ fn multipliers(
     Ok(())
 }
 
+/// The factors of the embedding and of the head that are multiplied into their weights.
+pub(super) fn folded_factors(a: &Architecture, family: &GgufFamily) -> [f32; 2] {
+    match a.embedding_scale {
+        _ if !family.folds_factors => [1.0; 2],
+        Some(EmbeddingScale::Exact(scale)) => [scale as f32, a.logits.scale],
+        _ => [1.0, a.logits.scale],
+    }
+}
+
 fn norm_eps(a: &Architecture) -> impl Iterator<Item = f64> + '_ {
     let nodes = (0..a.layers).flat_map(|layer| a.graph(layer).nodes());
     nodes.filter_map(|node| match &node.op {
-        Op::RmsNorm { eps, .. } | Op::LayerNorm { eps, .. } => Some(*eps),
+        Op::RmsNorm { eps, .. } | Op::LayerNorm { eps, .. } | Op::Normalize { eps, .. } => Some(*eps),
         _ => None,
     })
+}
+
+fn activations(a: &Architecture) -> impl Iterator<Item = Activation> + '_ {
+    let nodes = (0..a.layers).flat_map(|layer| a.graph(layer).nodes());
+    nodes.filter_map(|node| match node.op.computes() {
+        Computes::Activation(activation) => Some(activation),
+        _ => None,
+    })
+}
+
+/// Whether all norms of the first block have the same input.
+fn is_parallel(a: &Architecture) -> bool {
+    let graph = a.graph(0);
+    graph.norms().all(|(norm, ..)| graph.nodes()[norm].inputs == [graph.input()])
 }
 
 fn dense_blocks(a: &Architecture) -> usize {
@@ -169,7 +216,8 @@ pub(super) fn unfit(family: &GgufFamily, what: String) -> Error {
 
 fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     let fault = |what: &str| unfit(family, what.to_owned());
-    let mut attentions = a.attentions().into_iter().map(|shape| AttentionShape { window: None, ..shape });
+    let alike = |shape| AttentionShape { window: None, chunk: None, ..shape };
+    let mut attentions = a.attentions().into_iter().map(alike);
     let attention = attentions.next().ok_or_else(|| fault("it has no attention"))?;
     let attention = match family.has_two_kinds {
         true => AttentionShape { window: None, ..gemma4::attention(a, family)? },
@@ -193,7 +241,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
             match op.computes() {
                 Computes::Norm { eps } => facts.eps = eps,
                 // This is the factor of a router's input.
-                Computes::Factor(_) if family.has_two_kinds => {}
+                Computes::Factor(_) if family.has_two_kinds || family.folds_factors => {}
                 Computes::Factor(factor) => facts.residual = Some(factor),
                 Computes::Rotation(rope) => {
                     if !facts.ropes.contains(&rope) {
@@ -220,17 +268,37 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     check_graph(a, family, &facts)?;
     // GGUF cannot describe which blocks have experts, except for leading blocks without them.
     let first = if family.dense_first { dense_blocks(a) } else { 0 };
-    if facts.routing.is_some() && !(first..a.layers).all(|layer| has_experts(a, layer)) {
+    if facts.routing.is_some()
+        && !family.has_single_operations
+        && !family.has_chunks
+        && !(first..a.layers).all(|layer| has_experts(a, layer))
+    {
         return Err(fault("some blocks have experts and others do not"));
     }
-    if let Some(Routing { normalized, .. }) = facts.routing
-        && normalized != family.normalizes_experts
-        && family.routing != RoutingKeys::Full
-    {
-        return Err(fault(match normalized {
-            true => "the routing weights of each token are divided by their sum",
-            false => "the routing weights of each token do not add up to 1",
-        }));
+    if let Some(Routing { normalized, scale, correction, on_inputs, .. }) = facts.routing {
+        if on_inputs != family.has_chunks {
+            return Err(fault("the routing weights are not factors of the values that llama.cpp expects"));
+        }
+        if normalized != family.normalizes_experts && !family.states_routing() {
+            return Err(fault(match normalized {
+                true => "the routing weights of each token are divided by their sum",
+                false => "the routing weights of each token do not add up to 1",
+            }));
+        }
+        if scale != 1.0 && !family.states_routing() {
+            return Err(unfit(
+                family,
+                format!("the routing weights of each token are multiplied by {scale}"),
+            ));
+        }
+        let is_corrected = family
+            .tensors
+            .iter()
+            .any(|(_, how)| *how == How::Named("exp_probs_b.bias") || *how == How::Named("exp_probs_b"));
+        // DeepSeek-V2 shares its table with V3.
+        if is_corrected && correction.is_none() && !family.softmax_scores {
+            return Err(fault("the scores of its experts are not corrected"));
+        }
     }
     Ok(facts)
 }
@@ -238,10 +306,14 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
 /// Whether llama.cpp's graph for the family contains an operation that belongs to no module.
 fn has_unnamed(family: &GgufFamily, op: &Op) -> bool {
     let is_latent = || family.tensors.iter().any(|(_, how)| matches!(how, How::Latent(_)));
+    let has_state_space = matches!(family.mixer, Some(Mixer::StateSpace { .. }));
     match op {
         Op::JoinHeads { .. } => is_latent(),
-        Op::Concatenate => family.has_two_kinds || family.gates_attention,
-        Op::Normalize { .. } | Op::Multiply | Op::ScaleBy { .. } => family.has_two_kinds,
+        Op::Concatenate => family.has_two_kinds || family.gates_attention || has_state_space,
+        Op::Normalize { .. } if family.has_chunks => true,
+        Op::Normalize { .. } | Op::ScaleBy { .. } => family.has_two_kinds || has_state_space,
+        Op::Multiply => family.has_two_kinds || family.mixer == Some(Mixer::ShortConvolution),
+        Op::PositionScale(_) => family.scales_queries || family.has_chunks,
         _ => false,
     }
 }
@@ -261,7 +333,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                     }
                 }
                 Computes::Factor(factor) => {
-                    if !family.has_two_kinds && facts.residual != Some(factor) {
+                    if !family.has_two_kinds && !family.folds_factors && facts.residual != Some(factor) {
                         return Err(unfit(
                             family,
                             "it multiplies residual updates by different factors".into(),
@@ -269,6 +341,8 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                     }
                 }
                 Computes::Activation(Activation::Sigmoid) if family.gates_attention => {}
+                Computes::Activation(Activation::Gelu) if family.approximates_gelu => {}
+                Computes::Activation(Activation::Silu) if family.mixer.is_some() => {}
                 Computes::Activation(other) => {
                     if other != family.activation {
                         return Err(unfit(
@@ -320,6 +394,20 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
             format!("attention scores are multiplied by {} instead of {scale}", shape.scale()),
         ));
     }
+    if let Some(blocks) = family.windows_of_blocks
+        && (a.layers == blocks) != family.has_windows
+    {
+        let fault = match family.has_windows {
+            true => format!("it has {} blocks; sliding windows are supported only with {blocks}", a.layers),
+            false => format!("it has {blocks} blocks but no sliding windows"),
+        };
+        return Err(unfit(family, fault));
+    }
+    if family.heads_as_wide && shape.heads() * shape.head_dim != a.hidden {
+        let (heads, width, hidden) = (shape.heads(), shape.head_dim, a.hidden);
+        let reason = format!("{heads} heads of width {width} are not as wide as the hidden size, {hidden}");
+        return Err(unfit(family, reason));
+    }
     if family.has_windows && !family.has_two_kinds {
         let windows = (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window));
         let differs = |(layer, window): (usize, Option<usize>)| {
@@ -338,7 +426,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
         let rotated =
             a.graph(layer).nodes().iter().any(|node| matches!(node.op.computes(), Computes::Rotation(_)));
         let expected = family.unrotated.is_none_or(|every| !(layer + 1).is_multiple_of(every));
-        if rotated != expected {
+        if rotated != expected && !(family.may_lack_rope && facts.ropes.is_empty()) {
             let does = if rotated { "rotates" } else { "does not rotate" };
             return Err(unfit(family, format!("block {layer} {does} queries and keys")));
         }
@@ -349,6 +437,9 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
             family,
             format!("it has {keys} key heads and {queries} query heads, which must be equal in number"),
         ));
+    }
+    if family.head_is_separate && a.tied {
+        return Err(unfit(family, "its output head is tied to the embedding".into()));
     }
     if family.head_is_embedding && !a.tied {
         return Err(unfit(family, "its output head is not tied to the embedding".into()));
@@ -369,6 +460,12 @@ fn rope(
         return Ok((gemma4::rope(a, family, put)?, None));
     }
     let ropes = facts.ropes.as_slice();
+    if family.may_lack_rope {
+        put("rope.scaling.finetuned", Value::Bool(!ropes.is_empty()));
+    }
+    if ropes.is_empty() && (family.may_lack_rope || family.never_rotates()) {
+        return Ok((Vec::new(), None));
+    }
     let is_scaled = |rope: &Rope| rope.scaling != RopeScaling::None;
     let order = |x: &&&Rope, y: &&&Rope| x.theta.total_cmp(&y.theta).then(is_scaled(x).cmp(&is_scaled(y)));
     let Some(first) = ropes.iter().max_by(order) else {

@@ -43,19 +43,26 @@
 //! ```
 
 mod codes;
+#[cfg(test)]
+mod config_tests;
 mod curvature;
+mod factors;
 mod families;
 mod file;
 mod gemma4;
 mod imatrix;
 mod layout;
+mod llama4;
 mod memory;
 mod metadata;
 #[cfg(test)]
 mod metadata_tests;
+mod mixers;
 mod mixture;
 mod plan;
 mod read;
+#[cfg(test)]
+mod read_back_tests;
 mod rows;
 mod run;
 mod specials;

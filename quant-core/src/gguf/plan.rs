@@ -7,7 +7,7 @@ use super::file::{GgufArchive, Value};
 use super::layout;
 use super::metadata;
 use super::mixture::{Mixture, ModelFacts, Role};
-use super::rows::{RowOrder, Source, View};
+use super::rows::{Change, RowOrder, Source, View};
 use super::tokenizer;
 use crate::blocks::{BlockSearch, BlockType, F32, MXFP4, Q4_0, Q8_0, block_type};
 use crate::checkpoint::{ModelDirectory, TensorSpec};
@@ -137,9 +137,9 @@ impl GgufPlan {
     /// loaded; [`Error::InputFile`] if it cannot be written or its pre-tokenizer is not recognized.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
-        let is_held = |family: &&GgufFamily| a.wrapper.is_none() || family.is_text_of_larger;
-        let family = families::family(a.family).filter(is_held).ok_or_else(|| {
-            let known: Vec<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
+        let family = families::of_model(a).ok_or_else(|| {
+            let known: BTreeSet<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
+            let known: Vec<&str> = known.into_iter().collect();
             Error::usage(
                 format!("this model of the family {} cannot be written as GGUF", a.family),
                 format!(
@@ -159,7 +159,10 @@ impl GgufPlan {
         let about = metadata::metadata(a, family, directory.config())?;
         let mut notes = about.warnings;
         if let Some(wrapper) = &a.wrapper {
-            notes.push(format!("the file contains only the text model of {}", wrapper.class));
+            notes.push(format!(
+                "the file contains only the text model of {}, not its vision tower",
+                wrapper.class
+            ));
         }
         if a.further_blocks > 0 {
             notes.push("the blocks for multi-token prediction are not written".into());
@@ -249,17 +252,27 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
     let mut drafts = Vec::new();
     let stored =
         |tensor: String, shift| Source::Stored { tensors: vec![tensor], view: View::AS_STORED.plus(shift) };
-    let outer = |name: &str, module: &str, tensor: String, role| Draft {
+    let outer = |name: &str, module: &str, tensor: String, factor: f32, role| Draft {
         name: name.to_owned(),
         module: module.to_owned(),
         shape: vec![a.vocab, a.hidden],
         role,
         layer: 0,
-        source: stored(tensor, 0.0),
+        source: Source::Stored { tensors: vec![tensor], view: View::AS_STORED.times(factor) },
         is_weight: true,
     };
-    let embedding_role = if a.tied { Role::Head } else { Role::Embedding };
-    drafts.push(outer(families::EMBEDDING, &a.embedding_module(), model.embedding_name(), embedding_role));
+    let [embedding_factor, head_factor] = metadata::folded_factors(a, family);
+    // A head and an embedding with different factors cannot share a tensor.
+    let tied = a.tied && embedding_factor == head_factor;
+    let embedding_role = if tied { Role::Head } else { Role::Embedding };
+    let embedding = (a.embedding_module(), model.embedding_name());
+    drafts.push(outer(
+        families::EMBEDDING,
+        &embedding.0,
+        embedding.1.clone(),
+        embedding_factor,
+        embedding_role,
+    ));
     if let Some(inputs) = &a.per_layer_inputs {
         let all = a.layers * inputs.width;
         let mut input = |name: &str, module: &str, shape: Vec<usize>, role| {
@@ -271,24 +284,34 @@ fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {
         input(families::INPUT_PROJECTION, &inputs.projection, vec![all, a.hidden], Role::Other);
         input(families::INPUT_NORM, inputs.norm.name(), vec![inputs.width], Role::Other);
     }
+    if let Some(positions) = &a.learned_positions {
+        let (module, shape) = (positions.table.clone(), vec![a.max_positions, a.hidden]);
+        let (name, source) = (families::POSITIONS.to_owned(), stored(positions.table.clone(), 0.0));
+        drafts.push(Draft { name, module, shape, role: Role::Other, layer: 0, source, is_weight: false });
+    }
     for layer in 0..a.layers {
         block(a, family, layer, &mut drafts)?;
     }
-    if let Some(norm) = &a.final_norm {
+    let norms = [(&a.embedding_norm, families::EMBEDDING_NORM), (&a.final_norm, family.final_norm)];
+    for (norm, in_file) in norms.into_iter().filter_map(|(norm, in_file)| Some((norm.as_ref()?, in_file))) {
         for parameter in norm.parameters() {
-            let name = format!("{}.{}", families::FINAL_NORM, parameter.name);
+            let name = format!("{in_file}.{}", parameter.name);
             let tensor = format!("{}.{}", norm.name(), parameter.name);
             let source = stored(tensor, norm.weight_offset());
             let (module, shape) = (norm.name().to_owned(), parameter.shape);
             drafts.push(Draft { name, module, shape, role: Role::Other, layer: 0, source, is_weight: false });
         }
     }
-    if !a.tied {
+    if !tied {
         let name = format!("{}.weight", families::HEAD);
-        drafts.push(outer(&name, &a.head, format!("{}.weight", a.head), Role::Head));
+        let (module, tensor) =
+            if a.tied { embedding } else { (a.head.clone(), format!("{}.weight", a.head)) };
+        drafts.push(outer(&name, &module, tensor, head_factor, Role::Head));
     }
     if a.head_bias {
-        return Err(Error::usage("GGUF cannot store an output head with a bias", "write a different format"));
+        let (module, source) = (a.head.clone(), stored(format!("{}.bias", a.head), 0.0));
+        let (name, shape) = (format!("{}.bias", families::HEAD), vec![a.vocab]);
+        drafts.push(Draft { name, module, shape, role: Role::Other, layer: 0, source, is_weight: false });
     }
     Ok(drafts)
 }
@@ -494,6 +517,12 @@ fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Sou
                 )));
             }
         };
+        let is_whole = matches!(order, RowOrder::AsStored | RowOrder::Paired { .. } | RowOrder::Tiled { .. });
+        if view.change != Change::None || view.columns != RowOrder::AsStored || !is_whole {
+            let reason = "the file does not have its rows as they are: they are multiplied by factors, split over \
+                several tensors, or have a different order of columns";
+            return Err(refuse(reason.into()));
+        }
         if size == 0 || !size.is_multiple_of(32) || scheme.is_progressive() {
             return Err(refuse(match scheme.is_progressive() {
                 true => format!("no GGUF type can store {scheme}, because its scales are progressive"),

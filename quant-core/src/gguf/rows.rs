@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::factors::RowFactors;
 use crate::model::Model;
 use crate::{Error, Result};
 
@@ -31,6 +32,8 @@ pub(super) enum Change {
     Add(f32),
     /// `x` becomes `−eˣ`.
     Decay,
+    /// Each row is multiplied by a factor.
+    Multiply(RowFactors),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,11 +58,22 @@ pub(super) enum RowOrder {
         periods: usize,
         parts: [[usize; 2]; 3],
     },
+    /// As [`Parts`](Self::Parts), with one part, whose rows are then ordered as in [`Paired`](Self::Paired).
+    PairedPart {
+        period: usize,
+        periods: usize,
+        part: [usize; 2],
+        head: usize,
+    },
     /// The first `width` rows of each period of `period` rows become the columns of a matrix with `depth` rows.
     Transposed {
         period: usize,
         width: usize,
         depth: usize,
+    },
+    /// A vector becomes a matrix whose rows have `width` elements.
+    Folded {
+        width: usize,
     },
 }
 
@@ -71,6 +85,11 @@ impl View {
         Self { order, ..Self::AS_STORED }
     }
 
+    pub(super) fn times(self, factor: f32) -> Self {
+        let change = if factor == 1.0 { Change::None } else { Change::Multiply(RowFactors::all(factor)) };
+        Self { change, ..self }
+    }
+
     pub(super) fn plus(self, shift: f32) -> Self {
         let change = if shift == 0.0 { Change::None } else { Change::Add(shift) };
         Self { change, ..self }
@@ -78,21 +97,23 @@ impl View {
 }
 
 impl Change {
-    /// From checkpoint values to file values.
-    fn apply(self, values: &mut [f32]) {
+    /// From checkpoint values to file values. `row` is the stored row of the values.
+    fn apply(self, row: usize, values: &mut [f32]) {
         match self {
             Self::None => {}
             Self::Add(shift) => values.iter_mut().for_each(|v| *v += shift),
             Self::Decay => values.iter_mut().for_each(|v| *v = -f64::from(*v).exp() as f32),
+            Self::Multiply(factors) => values.iter_mut().for_each(|v| *v *= factors.of_row(row)),
         }
     }
 
     /// From file values to checkpoint values.
-    pub(super) fn undo(self, values: &mut [f32]) {
+    pub(super) fn undo(self, row: usize, values: &mut [f32]) {
         match self {
             Self::None => {}
             Self::Add(shift) => values.iter_mut().for_each(|v| *v -= shift),
             Self::Decay => values.iter_mut().for_each(|v| *v = (-f64::from(*v)).ln() as f32),
+            Self::Multiply(factors) => values.iter_mut().for_each(|v| *v /= factors.of_row(row)),
         }
     }
 }
@@ -101,6 +122,8 @@ impl RowOrder {
     pub(super) fn count(self, rows: usize) -> usize {
         match self {
             Self::AsStored | Self::Paired { .. } | Self::Tiled { .. } => rows,
+            Self::Folded { width } => rows / width.max(1),
+            Self::PairedPart { periods, part, .. } => periods * part[1],
             Self::Parts { periods, parts, .. } => periods * parts.iter().map(|part| part[1]).sum::<usize>(),
             Self::Transposed { period, depth, .. } => rows / period.max(1) * depth,
         }
@@ -109,7 +132,7 @@ impl RowOrder {
     /// The stored row at place `row` in the file; meaningless for a transposed matrix.
     pub(super) fn stored(self, row: usize) -> usize {
         match self {
-            Self::AsStored | Self::Transposed { .. } => row,
+            Self::AsStored | Self::Transposed { .. } | Self::Folded { .. } => row,
             Self::Paired { head } => {
                 let (first, within) = (row - row % head, row % head);
                 first + within % 2 * (head / 2) + within / 2
@@ -118,6 +141,10 @@ impl RowOrder {
             Self::Tiled { first, groups, repeat, width } => {
                 let (head, within) = ((row - first) / width, (row - first) % width);
                 first + (head % groups * repeat + head / groups) * width + within
+            }
+            Self::PairedPart { period, periods, part, head } => {
+                let parts = Self::Parts { period, periods, parts: [part, [0, 0], [0, 0]] };
+                parts.stored(Self::Paired { head }.stored(row))
             }
             Self::Parts { period, periods, parts } => {
                 let mut left = row;
@@ -135,7 +162,7 @@ impl RowOrder {
     /// The place of a stored row in the file, if it has one.
     pub(super) fn place(self, stored: usize) -> Option<usize> {
         match self {
-            Self::AsStored => Some(stored),
+            Self::AsStored | Self::Folded { .. } => Some(stored),
             Self::Paired { head } => {
                 let (first, within) = (stored - stored % head, stored % head);
                 let half = head / 2;
@@ -145,6 +172,10 @@ impl RowOrder {
             Self::Tiled { first, groups, repeat, width } => {
                 let (head, within) = ((stored - first) / width, (stored - first) % width);
                 Some(first + (head % repeat * groups + head / repeat) * width + within)
+            }
+            Self::PairedPart { period, periods, part, head } => {
+                let parts = Self::Parts { period, periods, parts: [part, [0, 0], [0, 0]] };
+                Self::Paired { head }.place(parts.place(stored)?)
             }
             Self::Parts { period, periods, parts } => {
                 let (which, within) = (stored / period, stored % period);
@@ -176,7 +207,7 @@ pub(super) fn read_rows(
     if let RowOrder::Transposed { period, width, depth } = view.order {
         let mut bytes = vec![0; width * depth * dtype.size()];
         let (mut block, mut known) = (vec![0.0; width * depth], None);
-        for (row, out) in rows.zip(values.chunks_exact_mut(columns)) {
+        for (row, out) in rows.clone().zip(values.chunks_exact_mut(columns)) {
             let (which, within) = (row / depth, row % depth);
             if known != Some(which) {
                 source.read_range(tensor, (which * period * depth * dtype.size()) as u64, &mut bytes)?;
@@ -191,7 +222,7 @@ pub(super) fn read_rows(
         match view.order {
             RowOrder::AsStored => source.read_range(tensor, (rows.start * row_bytes) as u64, &mut bytes)?,
             order => {
-                for (row, out) in rows.zip(bytes.chunks_exact_mut(row_bytes)) {
+                for (row, out) in rows.clone().zip(bytes.chunks_exact_mut(row_bytes)) {
                     source.read_range(tensor, (order.stored(row) * row_bytes) as u64, out)?;
                 }
             }
@@ -207,7 +238,9 @@ pub(super) fn read_rows(
             values.iter_mut().enumerate().for_each(|(c, v)| *v = row[view.columns.stored(c)]);
         }
     }
-    view.change.apply(&mut values);
+    for (row, values) in rows.zip(values.chunks_exact_mut(columns.max(1))) {
+        view.change.apply(view.order.stored(row), values);
+    }
     Ok(values)
 }
 
@@ -217,6 +250,7 @@ pub(super) fn matrix(shape: &[usize], view: View) -> Result<[usize; 2]> {
     match (shape, view.order) {
         ([rows, _], RowOrder::Transposed { width, .. }) => Ok([view.order.count(*rows), width]),
         ([columns], RowOrder::AsStored) => Ok([1, *columns]),
+        ([elements], RowOrder::Folded { width }) => Ok([view.order.count(*elements), width]),
         ([rows], order) => Ok([order.count(*rows), 1]),
         // A convolution has a dimension of size 1, because it does not mix channels.
         ([rows, columns] | [rows, 1, columns], order) => Ok([order.count(*rows), *columns]),
@@ -236,6 +270,8 @@ mod tests {
         assert_eq!(matrix(&[12, 5], view).unwrap(), [12, 5]);
         assert_eq!(matrix(&[12, 1, 5], View::AS_STORED).unwrap(), [12, 5]);
         assert!(matrix(&[2, 12, 5], view).is_err());
+        assert_eq!(matrix(&[12], View::of(RowOrder::Folded { width: 1 })).unwrap(), [12, 1]);
+        assert_eq!(matrix(&[12], View::of(RowOrder::Folded { width: 4 })).unwrap(), [3, 4]);
         let transposed = View::of(RowOrder::Transposed { period: 6, width: 4, depth: 5 });
         assert_eq!(matrix(&[12, 5], transposed).unwrap(), [10, 4]);
     }
@@ -274,11 +310,24 @@ mod tests {
     }
 
     #[test]
+    fn one_part_of_periods_has_its_heads_interleaved() {
+        let order = RowOrder::PairedPart { period: 6, periods: 2, part: [2, 4], head: 4 };
+        assert_eq!(order.count(12), 8);
+        let stored: Vec<usize> = (0..8).map(|row| order.stored(row)).collect();
+        assert_eq!(stored, [2, 4, 3, 5, 8, 10, 9, 11]);
+        for row in 0..8 {
+            assert_eq!(order.place(order.stored(row)), Some(row));
+        }
+        assert_eq!((order.place(1), order.place(6)), (None, None));
+    }
+
+    #[test]
     fn changes_are_undone() {
-        for change in [Change::None, Change::Add(1.0), Change::Decay] {
+        for change in [Change::None, Change::Add(1.0), Change::Decay, Change::Multiply(RowFactors::all(0.3))]
+        {
             let mut values = [0.25, -3.5, 1.75];
-            change.apply(&mut values);
-            change.undo(&mut values);
+            change.apply(3, &mut values);
+            change.undo(3, &mut values);
             for (found, expected) in values.iter().zip([0.25, -3.5, 1.75]) {
                 assert!((found - expected).abs() < 1e-6, "{change:?}: {found}");
             }

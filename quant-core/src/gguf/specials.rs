@@ -2,13 +2,13 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::families::{GgufFamily, RoutingKeys};
+use super::families::{GgufFamily, RoutingKeys, Sections};
 use super::file::{Array, Value};
-use super::layout;
 use super::metadata::unfit;
+use super::{layout, mixers};
 use crate::Result;
 use crate::model::{
-    Architecture, AttentionShape, BlockGraph, Op, RecurrentKind, Rope, RouterScores, Routing, Yarn,
+    Architecture, AttentionShape, BlockGraph, Op, Rope, RopeScaling, RouterScores, Routing, Yarn,
 };
 
 /// The start and end of YaRN's ramp, in rotations over the original context length. llama.cpp supports no others.
@@ -53,7 +53,7 @@ pub(super) fn heads(
     let count = |n: usize| count(family, n);
     put("attention.head_count", count(shape.heads())?);
     let Some(latent) = LatentWidths::of(a.graph(0)) else {
-        put("attention.head_count_kv", count(shape.kv_heads)?);
+        put("attention.head_count_kv", mixers::key_heads(a, family, shape)?);
         put("attention.key_length", count(shape.head_dim)?);
         put("attention.value_length", count(shape.value_dim)?);
         return Ok(());
@@ -78,7 +78,7 @@ pub(super) fn routing(
     put: &mut impl FnMut(&str, Value),
 ) -> Result<()> {
     match family.routing {
-        RoutingKeys::Full => {}
+        RoutingKeys::Full | RoutingKeys::OneShared => {}
         RoutingKeys::Implied => return Ok(()),
         RoutingKeys::Sigmoid => {
             put("expert_gating_func", Value::U32(gating(routing.scores)));
@@ -86,6 +86,7 @@ pub(super) fn routing(
         }
     }
     let shared = match (shared, expert) {
+        (Some(_), _) if family.routing == RoutingKeys::OneShared => 1,
         (Some(shared), Some(expert)) if shared % expert == 0 => shared / expert,
         (Some(shared), _) => {
             return Err(unfit(
@@ -125,7 +126,6 @@ pub(super) fn gating(scores: RouterScores) -> u32 {
 pub(super) fn delta_nets(
     a: &Architecture,
     family: &GgufFamily,
-    config: &Map<String, Json>,
     put: &mut impl FnMut(&str, Value),
 ) -> Result<()> {
     let nets = (0..a.layers).filter_map(|layer| layout::delta_net(a.graph(layer)));
@@ -145,17 +145,8 @@ pub(super) fn delta_nets(
         );
         return Err(unfit(family, reason));
     }
-    let kernels = (0..a.layers).find_map(|layer| {
-        a.graph(layer).nodes().iter().find_map(|node| match &node.op {
-            Op::Recurrent(recurrent) => match recurrent.kind {
-                RecurrentKind::Convolution(convolution) => Some(convolution.kernel),
-                _ => None,
-            },
-            _ => None,
-        })
-    });
     let count = |n: usize| count(family, n);
-    put("ssm.conv_kernel", count(kernels.unwrap_or_default())?);
+    put("ssm.conv_kernel", count(mixers::kernel(a))?);
     put("ssm.state_size", count(net.key_dim)?);
     put("ssm.group_count", count(net.key_heads)?);
     put("ssm.time_step_rank", count(net.value_heads())?);
@@ -165,16 +156,30 @@ pub(super) fn delta_nets(
     let interval = recurrent.iter().position(|recurrent| !recurrent).map_or(a.layers + 1, |first| first + 1);
     put("attention.recurrent_layers", Value::Array(Array::Bool(recurrent)));
     put("full_attention_interval", count(interval)?);
-    if family.tiles_heads {
-        let pairs = a.ropes().map(|rope| rope.rotary_dim / 2).max().unwrap_or_default();
-        put("rope.dimension_sections", Value::Array(Array::I32(sections(config, pairs))));
-    }
     Ok(())
 }
 
-/// The number of channel pairs rotated by each coordinate of an image; for text, all coordinates are equal. Coordinates
-/// take pairs in turn, so the configuration's numbers are used only if none is below an equal share.
-fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
+/// Writes the number of channel pairs rotated by each coordinate of an image, and the number of blocks that add features
+/// of an image. For text, all coordinates are equal, and no features are added.
+pub(super) fn sections(
+    a: &Architecture,
+    family: &GgufFamily,
+    config: &Map<String, Json>,
+    put: &mut impl FnMut(&str, Value),
+) {
+    let Some(kind) = family.sections else { return };
+    let pairs = a.ropes().map(|rope| rope.rotary_dim / 2).max().unwrap_or_default();
+    put("rope.dimension_sections", Value::Array(Array::I32(section_pairs(config, kind, pairs))));
+    if family.has_deepstack {
+        let vision = config.get("vision_config").and_then(|vision| vision.get("deepstack_visual_indexes"));
+        let blocks = vision.and_then(Json::as_array).map_or(0, Vec::len);
+        put("n_deepstack_layers", Value::U32(blocks as u32));
+    }
+}
+
+/// Channels without a coordinate would not be rotated. If coordinates take pairs in turn, the configuration's numbers
+/// are therefore used only if none is below an equal share.
+fn section_pairs(config: &Map<String, Json>, kind: Sections, pairs: usize) -> Vec<i32> {
     let text = config.get("text_config").and_then(Json::as_object).unwrap_or(config);
     let found =
         ["rope_parameters", "rope_scaling"].iter().find_map(|key| text.get(*key)?.get("mrope_section"));
@@ -186,7 +191,47 @@ fn sections(config: &Map<String, Json>, pairs: usize) -> Vec<i32> {
     let even: Vec<i32> = [pairs.div_ceil(3), (pairs + 1) / 3, pairs / 3, 0].map(|n| n as i32).to_vec();
     let mut sections = found.and_then(numbers).unwrap_or_else(|| even.clone());
     sections.resize(4, 0);
-    if sections.iter().zip(&even).all(|(found, due)| found >= due) { sections } else { even }
+    let covers = match kind {
+        Sections::Consecutive => {
+            let sum = sections[..3].iter().try_fold(0_i32, |sum, n| sum.checked_add(*n));
+            sections.iter().all(|n| *n >= 0) && sum == Some(pairs as i32)
+        }
+        Sections::Interleaved => sections.iter().zip(&even).all(|(found, due)| found >= due),
+    };
+    if covers { sections } else { even }
+}
+
+/// Writes the scale of queries, which grows with the position.
+pub(super) fn position_scale(
+    a: &Architecture,
+    family: &GgufFamily,
+    put: &mut impl FnMut(&str, Value),
+) -> Result<()> {
+    if !family.scales_queries {
+        return Ok(());
+    }
+    let nodes = (0..a.layers).flat_map(|layer| a.graph(layer).nodes());
+    let mut scales = nodes.filter_map(|node| match node.op {
+        Op::PositionScale(scale) => Some(scale),
+        _ => None,
+    });
+    let Some(scale) = scales.next() else { return Ok(()) };
+    if scales.any(|other| other != scale) || scale.offset != 0 {
+        return Err(unfit(family, "it scales queries by position in an unsupported way".into()));
+    }
+    let is_original = |rope: &Rope| match &rope.scaling {
+        RopeScaling::Yarn(yarn) => yarn.original_positions == scale.original_positions,
+        _ => false,
+    };
+    if !a.ropes().all(is_original) {
+        let reason = "the period of its scale of queries is not the original context length of YaRN";
+        return Err(unfit(family, reason.into()));
+    }
+    put("attention.temperature_scale", Value::F32(scale.beta));
+    if LatentWidths::of(a.graph(0)).is_some() {
+        put("attention.temperature_length", count(family, scale.original_positions)?);
+    }
+    Ok(())
 }
 
 /// Writes the entries for YaRN, and returns a note for the user if one is due.
@@ -220,6 +265,10 @@ pub(super) fn yarn(
             return Err(unfit(family, reason));
         }
         let weight = latent_weight(shape, yarn.factor);
+        // llama.cpp ignores another value in the factor of scores, but not in that of rotated channels.
+        if family.scales_queries && (weight - 1.0).abs() > 1e-6 {
+            return Err(unfit(family, format!("mscale_all_dim of YaRN is {weight} instead of 1")));
+        }
         put("rope.scaling.yarn_log_multiplier", Value::F32(weight as f32 / 10.0));
     } else if (yarn.attention_factor / recommended - 1.0).abs() > 1e-6 {
         put("rope.scaling.attn_factor", Value::F32((yarn.attention_factor / recommended) as f32));

@@ -11,11 +11,11 @@ use super::outputs::given_up;
 use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use crate::checkpoint::{
-    CheckpointWriter, Dtype, ModelDirectory, Published, TensorSpec, WriteOptions, refuse_overlap,
+    CheckpointWriter, Dtype, ModelDirectory, Published, TensorInfo, TensorSpec, WriteOptions, refuse_overlap,
 };
 use crate::digest::sha256_hex;
-use crate::model::Model;
 use crate::model::arch::TEXT_CONFIG;
+use crate::model::{Model, transposed};
 use crate::pipeline::REPORT;
 use crate::recipe::FLOATS;
 use crate::scheme::KV_CONFIG_KEY;
@@ -205,9 +205,19 @@ fn outputs(model: &Model, dtype: Dtype, cancel: &CancelToken) -> Result<Vec<Tens
             (true, 0 | 1) if info.dtype == Dtype::F32 && !exact(&source.read_f32(name)?) => Dtype::F32,
             (true, _) => dtype,
         };
-        Ok(TensorSpec::new(name, found, info.shape.clone()))
+        let mut shape = info.shape.clone();
+        if is_by_columns(model, name, info) {
+            shape.reverse();
+        }
+        Ok(TensorSpec::new(name, found, shape))
     };
     source.names().into_iter().map(of).collect()
+}
+
+/// Whether a weight is stored as `[in, out]`. The model presents it as `[out, in]`.
+fn is_by_columns(model: &Model, name: &str, info: &TensorInfo) -> bool {
+    let is_matrix = info.dtype.is_weight_float() && info.shape.len() == 2;
+    is_matrix && model.architecture().is_stored_by_columns(name)
 }
 
 /// Converts all tensors. Of those that an earlier run completed, only the source is read, to check that it is
@@ -256,7 +266,13 @@ fn convert(
     let TensorSpec { name, info } = spec;
     let stored = model.source().require(name)?;
     let row = stored.shape.last().map_or(1, |columns| columns * stored.dtype.size()).max(1);
-    let step = (PIECE_BYTES / row).max(1) * row;
+    let by_columns = is_by_columns(model, name, stored);
+    // A transposed matrix is converted as a whole.
+    let step = if by_columns { stored.byte_len().max(1) as usize } else { (PIECE_BYTES / row).max(1) * row };
+    let in_order = |bytes: &[u8]| match stored.shape.as_slice() {
+        [rows, columns] if by_columns => transposed(bytes, [*rows, *columns], info.dtype.size()),
+        _ => bytes.to_vec(),
+    };
     let (mut written, mut largest_change) = (0, 0.0_f64);
     let mut hash = blake3::Hasher::new();
     let mut piece = Vec::new();
@@ -270,7 +286,7 @@ fn convert(
             continue;
         }
         if stored.dtype == info.dtype {
-            sink.write(name, written, &piece)?;
+            sink.write(name, written, &in_order(&piece))?;
             written += piece.len() as u64;
             continue;
         }
@@ -289,7 +305,7 @@ fn convert(
                 largest_change = largest_change.max(change.abs());
             }
         }
-        let bytes = info.dtype.narrow(&values);
+        let bytes = in_order(&info.dtype.narrow(&values));
         sink.write(name, written, &bytes)?;
         written += bytes.len() as u64;
     }

@@ -1,8 +1,11 @@
 //! Families in llama.cpp: its names for architectures and tensors, and what it expects of their values.
 
+mod hybrids;
+mod more;
 mod table;
+mod vision;
 
-use crate::model::Activation;
+use crate::model::{Activation, Architecture, Op};
 
 pub(super) use table::FAMILIES;
 
@@ -73,9 +76,40 @@ pub(super) struct GgufFamily {
     pub(super) has_long_rope: bool,
     /// Whether the class scales rotary frequencies by default, so that unscaled ones must be requested explicitly.
     pub(super) scales_rope_unasked: bool,
-    /// Whether a vision-language model with this text model, apart from its vision part, is stored like the text model
-    /// alone.
-    pub(super) is_text_of_larger: bool,
+    /// The classes of vision-language models whose text model is stored like this.
+    pub(super) wrappers: &'static [&'static str],
+    /// Whether models of the family that are not in a vision-language model are stored like this.
+    pub(super) stands_alone: bool,
+    /// How rotated channels are divided among the coordinates of an image, if a key says so.
+    pub(super) sections: Option<Sections>,
+    /// Whether a key has the number of blocks that add features of an image.
+    pub(super) has_deepstack: bool,
+    /// The operation that replaces attention in some blocks, or is next to it in all.
+    pub(super) mixer: Option<Mixer>,
+    /// Whether every block is a single operation after a norm, so that only some blocks have an MLP or experts.
+    pub(super) has_single_operations: bool,
+    /// Whether all heads together must be as wide as the hidden states.
+    pub(super) heads_as_wide: bool,
+    /// The number of blocks of the only models that llama.cpp gives sliding windows.
+    pub(super) windows_of_blocks: Option<usize>,
+    /// Whether the output head must not be tied to the embedding.
+    pub(super) head_is_separate: bool,
+    /// Whether llama.cpp approximates the GELU of the family's models.
+    pub(super) approximates_gelu: bool,
+    /// Whether llama.cpp does not read the epsilon of norms.
+    pub(super) ignores_eps: bool,
+    /// Whether a key says that attention and MLP have the same input.
+    pub(super) states_parallel: bool,
+    /// Whether blocks attend to chunks of a fixed length, and the weights of experts are factors of their inputs.
+    pub(super) has_chunks: bool,
+    /// Whether constant factors of the graph are multiplied into the weights.
+    pub(super) folds_factors: bool,
+    /// Whether a key marks models without RoPE.
+    pub(super) may_lack_rope: bool,
+    /// Whether queries may be multiplied by a factor that grows with the position.
+    pub(super) scales_queries: bool,
+    /// The module of the final norm in the file.
+    pub(super) final_norm: &'static str,
     /// Whether a BPE with `▁` for spaces is stored with its merges, rather than with scores.
     pub(super) keeps_merges: bool,
     /// Tokens whose roles in the file follow from their texts unless the tokenizer's settings state others: the role,
@@ -100,6 +134,41 @@ pub(super) enum How {
     ByKeyHead([&'static str; 2]),
     /// Split for latent attention: the rows of keys, transposed, become one tensor, and the rows of values another one.
     Latent([&'static str; 2]),
+    /// The first half of the rows becomes one tensor, and the second half another one.
+    Halves([&'static str; 2]),
+    /// Split by key head: queries, keys and values become one tensor each.
+    SplitByKeyHead([&'static str; 3]),
+    /// Rows of queries, keys and values of each head, which become the rows of all queries, keys and values.
+    JoinedHeads(&'static str),
+    /// A vector that becomes a matrix with one column.
+    Column(&'static str),
+    /// As [`Column`](Self::Column), for the logarithms that [`Decays`](Self::Decays) describes.
+    DecayColumn(&'static str),
+    /// A vector that becomes a matrix with one row per group of a state-space operation.
+    Groups(&'static str),
+}
+
+/// How rotated channels are divided among the coordinates of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sections {
+    /// Each coordinate has consecutive channels.
+    Consecutive,
+    /// Coordinates take channels in turn.
+    Interleaved,
+}
+
+/// An operation that carries a state from token to token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mixer {
+    /// Mamba 2.
+    StateSpace {
+        /// The ratio of its width to the hidden size, if llama.cpp supports only one.
+        expand: Option<usize>,
+        /// Whether llama.cpp requires the norm of its output.
+        norm: bool,
+    },
+    /// A short convolution between two gates.
+    ShortConvolution,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -110,6 +179,8 @@ pub(super) enum RoutingKeys {
     Sigmoid,
     /// All keys.
     Full,
+    /// All keys. The shared expert counts as one, whatever its width.
+    OneShared,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,7 +195,8 @@ pub(super) const INPUT_TABLE: &str = "per_layer_token_embd.weight";
 pub(super) const INPUT_PROJECTION: &str = "per_layer_model_proj.weight";
 pub(super) const INPUT_NORM: &str = "per_layer_proj_norm.weight";
 pub(super) const EMBEDDING: &str = "token_embd.weight";
-pub(super) const FINAL_NORM: &str = "output_norm";
+pub(super) const POSITIONS: &str = "position_embd.weight";
+pub(super) const EMBEDDING_NORM: &str = "token_embd_norm";
 pub(super) const HEAD: &str = "output";
 pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// Frequency divisors for texts up to the original context length, and for longer ones.
@@ -147,6 +219,32 @@ impl GgufFamily {
         let stored = linears.iter().find(|(known, _)| *known == linear)?.1;
         Some((expert.parse().ok()?, stored))
     }
+
+    /// Whether the file states the factor of routing weights and whether they are divided by their sum.
+    pub(super) fn states_routing(&self) -> bool {
+        matches!(self.routing, RoutingKeys::Full | RoutingKeys::OneShared)
+    }
+
+    /// Whether no block rotates queries and keys.
+    pub(super) fn never_rotates(&self) -> bool {
+        self.unrotated == Some(1)
+    }
+
+    fn holds(&self, a: &Architecture) -> bool {
+        let is_held = a.wrapper.as_ref().map(|wrapper| self.wrappers.contains(&wrapper.class));
+        self.family == a.family && is_held.unwrap_or(self.stands_alone)
+    }
+
+    /// Whether the parts that differ between entries of the same family are those of the model.
+    fn has_parts_of(&self, a: &Architecture) -> bool {
+        let nodes = || (0..a.layers).flat_map(|layer| a.graph(layer).nodes());
+        let has_experts = nodes().any(|node| node.op.routing().is_some());
+        let is_mixed = nodes().any(|node| matches!(node.op, Op::Recurrent(_)));
+        let has_windows = a.attentions().iter().any(|shape| shape.window.is_some());
+        self.experts.is_some() == has_experts
+            && self.mixer.is_some() == is_mixed
+            && self.has_windows == has_windows
+    }
 }
 
 /// Whether scores are divided by the square root of `hidden / heads` instead of that of the head's width. llama.cpp
@@ -155,25 +253,36 @@ pub(super) fn scales_by_width(family: &GgufFamily, layers: u64) -> bool {
     family.layers_of_largest == Some(layers)
 }
 
-pub(super) fn family(name: &str) -> Option<&'static GgufFamily> {
-    FAMILIES.iter().find(|f| f.family == name)
+/// The entry for a model, if it can be stored.
+pub(super) fn of_model(a: &Architecture) -> Option<&'static GgufFamily> {
+    let held = || FAMILIES.iter().filter(|family| family.holds(a));
+    held().find(|family| family.has_parts_of(a)).or_else(|| held().next())
 }
 
-/// `scores` is the file's `expert_gating_func`.
-pub(super) fn architecture(
-    arch: &str,
-    has_experts: bool,
-    has_windows: bool,
-    scores: Option<u64>,
-) -> Option<&'static GgufFamily> {
-    // OLMo 3 is OLMo 2 with sliding windows.
-    let windowed = FAMILIES.iter().find(|f| f.arch == arch && f.unscaled_windows && has_windows);
-    if windowed.is_some() {
-        return windowed;
-    }
+/// What a file states about its model, apart from the architecture.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Stated {
+    pub(super) has_experts: bool,
+    pub(super) has_windows: bool,
+    /// `expert_gating_func`.
+    pub(super) scores: Option<u64>,
+    /// Whether queries are scaled by position.
+    pub(super) scales_queries: bool,
+}
+
+pub(super) fn architecture(arch: &str, stated: Stated) -> Option<&'static GgufFamily> {
+    let Stated { has_experts, has_windows, scores, scales_queries } = stated;
     // Gemma 4 has one entry, with or without experts.
-    let is_of = |f: &&GgufFamily| f.arch == arch && (f.experts.is_some() == has_experts || f.has_two_kinds);
-    let mut known = FAMILIES.iter().filter(is_of);
+    let is_of = |f: &&GgufFamily| {
+        f.arch == arch
+            && (f.experts.is_some() == has_experts || f.has_two_kinds)
+            && (!scales_queries || f.scales_queries)
+    };
+    let known: Vec<&GgufFamily> = FAMILIES.iter().filter(is_of).collect();
     let is_softmax = matches!(scores, None | Some(1));
-    known.clone().find(|family| family.softmax_scores == is_softmax).or_else(|| known.next())
+    let agreement = |family: &&GgufFamily| {
+        usize::from(family.softmax_scores == is_softmax) + usize::from(family.has_windows == has_windows)
+    };
+    // The first of several.
+    known.into_iter().rev().max_by_key(agreement)
 }

@@ -1,47 +1,49 @@
 //! The families, one entry each.
 
-use super::{GgufFamily, How, Multipliers, RoutingKeys};
+use super::{GgufFamily, How, Multipliers, RoutingKeys, Sections, hybrids, more, vision};
 use crate::model::Activation;
 
-const ATTENTION: &[(&str, &str)] = &[
+pub(super) const ATTENTION: &[(&str, &str)] = &[
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
     ("self_attn.o_proj", "attn_output"),
 ];
-const HEAD_NORMS: &[(&str, &str)] =
+pub(super) const HEAD_NORMS: &[(&str, &str)] =
     &[("self_attn.q_norm", "attn_q_norm"), ("self_attn.k_norm", "attn_k_norm")];
-const HUNYUAN_NORMS: &[(&str, &str)] =
+pub(super) const HUNYUAN_NORMS: &[(&str, &str)] =
     &[("self_attn.query_layernorm", "attn_q_norm"), ("self_attn.key_layernorm", "attn_k_norm")];
-const MLP: &[(&str, &str)] =
+pub(super) const MLP: &[(&str, &str)] =
     &[("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down")];
-const PRE: &[(&str, &str)] = &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")];
-const SANDWICH: &[(&str, &str)] = &[
+pub(super) const PRE: &[(&str, &str)] =
+    &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")];
+pub(super) const SANDWICH: &[(&str, &str)] = &[
     ("input_layernorm", "attn_norm"),
     ("post_attention_layernorm", "post_attention_norm"),
     ("pre_feedforward_layernorm", "ffn_norm"),
     ("post_feedforward_layernorm", "post_ffw_norm"),
 ];
 
-const PRE_ATTENTION_NORM: &[(&str, &str)] =
+pub(super) const PRE_ATTENTION_NORM: &[(&str, &str)] =
     &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")];
-const POST: &[(&str, &str)] =
+pub(super) const POST: &[(&str, &str)] =
     &[("post_attention_layernorm", "post_attention_norm"), ("post_feedforward_layernorm", "post_ffw_norm")];
-const GLM_SANDWICH: &[(&str, &str)] = &[
+pub(super) const GLM_SANDWICH: &[(&str, &str)] = &[
     ("input_layernorm", "attn_norm"),
     ("post_self_attn_layernorm", "post_attention_norm"),
     ("post_attention_layernorm", "ffn_norm"),
     ("post_mlp_layernorm", "post_ffw_norm"),
 ];
-const FUSED_ATTENTION: &[(&str, &str)] =
+pub(super) const FUSED_ATTENTION: &[(&str, &str)] =
     &[("self_attn.qkv_proj", "attn_qkv"), ("self_attn.o_proj", "attn_output")];
-const FUSED_MLP: &[(&str, &str)] = &[("mlp.gate_up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down")];
-const QWEN_EXPERTS: (&str, &[(&str, &str)]) = (
+pub(super) const FUSED_MLP: &[(&str, &str)] =
+    &[("mlp.gate_up_proj", "ffn_up"), ("mlp.down_proj", "ffn_down")];
+pub(super) const QWEN_EXPERTS: (&str, &[(&str, &str)]) = (
     "mlp.experts",
     &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
 );
 
-const SHARED_EXPERT: &[(&str, &str)] = &[
+pub(super) const SHARED_EXPERT: &[(&str, &str)] = &[
     ("mlp.gate", "ffn_gate_inp"),
     ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
     ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
@@ -49,20 +51,24 @@ const SHARED_EXPERT: &[(&str, &str)] = &[
     ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
 ];
 /// A router and one or more shared experts, stored as one.
-const SHARED_EXPERTS: &[(&str, &str)] = &[
+pub(super) const SHARED_EXPERTS: &[(&str, &str)] = &[
     ("mlp.gate", "ffn_gate_inp"),
     ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
     ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
     ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
 ];
-const DELTA_NORM: &[(&str, &str)] = &[("linear_attn.norm", "ssm_norm")];
-const CORRECTION: (&str, How) = ("mlp.gate.e_score_correction_bias", How::Named("exp_probs_b.bias"));
+pub(super) const DELTA_NORM: &[(&str, &str)] = &[("linear_attn.norm", "ssm_norm")];
+pub(super) const CORRECTION: (&str, How) =
+    ("mlp.gate.e_score_correction_bias", How::Named("exp_probs_b.bias"));
+
+/// The class of vision-language models that takes text models of several families.
+const LLAVA: &[&str] = &["LlavaForConditionalGeneration"];
 
 /// A turn of the user ends the answer, and so does an observation.
-const GLM_ROLES: &[(&str, &str)] =
+pub(super) const GLM_ROLES: &[(&str, &str)] =
     &[("bos", "[gMASK]"), ("unknown", "<|endoftext|>"), ("eot", "<|user|>"), ("eom", "<|observation|>")];
 
-const LLAMA: GgufFamily = GgufFamily {
+pub(super) const LLAMA: GgufFamily = GgufFamily {
     family: "llama",
     arch: "llama",
     class: "LlamaForCausalLM",
@@ -95,7 +101,23 @@ const LLAMA: GgufFamily = GgufFamily {
     softmax_scores: false,
     has_long_rope: false,
     scales_rope_unasked: false,
-    is_text_of_larger: false,
+    wrappers: &[],
+    stands_alone: true,
+    sections: None,
+    has_deepstack: false,
+    mixer: None,
+    has_single_operations: false,
+    heads_as_wide: false,
+    windows_of_blocks: None,
+    head_is_separate: false,
+    approximates_gelu: false,
+    states_parallel: false,
+    ignores_eps: false,
+    has_chunks: false,
+    folds_factors: false,
+    may_lack_rope: false,
+    scales_queries: false,
+    final_norm: "output_norm",
     keeps_merges: false,
     roles: &[],
 };
@@ -103,8 +125,8 @@ const LLAMA: GgufFamily = GgufFamily {
 /// The families that can be written and read. If several have the same `arch`, a file is read as the first one that
 /// agrees with its metadata.
 pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
-    LLAMA,
-    GgufFamily { family: "mistral", class: "MistralForCausalLM", ..LLAMA },
+    GgufFamily { wrappers: LLAVA, ..LLAMA },
+    GgufFamily { family: "mistral", class: "MistralForCausalLM", wrappers: LLAVA, ..LLAMA },
     GgufFamily {
         family: "mixtral",
         class: "MixtralForCausalLM",
@@ -119,6 +141,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         family: "qwen2",
         arch: "qwen2",
         class: "Qwen2ForCausalLM",
+        wrappers: LLAVA,
         biases: &["attn_q", "attn_k", "attn_v"],
         pairs_neighbours: false,
         ..LLAMA
@@ -289,7 +312,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         full_layer: 5,
         layers_of_largest: Some(62),
         favours_values_of_80_layers: false,
-        is_text_of_larger: true,
+        wrappers: &["Gemma3ForConditionalGeneration"],
         ..LLAMA
     },
     GgufFamily {
@@ -320,6 +343,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         family: "qwen3_5_text",
         arch: "qwen35",
         class: "Qwen3_5ForCausalLM",
+        wrappers: &["Qwen3_5ForConditionalGeneration"],
         modules: &[PRE_ATTENTION_NORM, ATTENTION, HEAD_NORMS, MLP, DELTA_NORM],
         ..QWEN_DELTA
     },
@@ -327,6 +351,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         family: "qwen3_5_moe_text",
         arch: "qwen35moe",
         class: "Qwen3_5MoeForCausalLM",
+        wrappers: &["Qwen3_5MoeForConditionalGeneration"],
         modules: &[PRE_ATTENTION_NORM, ATTENTION, HEAD_NORMS, SHARED_EXPERT, DELTA_NORM],
         experts: Some(QWEN_EXPERTS),
         ..QWEN_DELTA
@@ -346,7 +371,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         ],
         experts: Some(QWEN_EXPERTS),
         tiles_heads: false,
-        is_text_of_larger: false,
+        sections: None,
         ..QWEN_DELTA
     },
     GgufFamily {
@@ -434,7 +459,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         has_windows: true,
         activation: Activation::GeluTanh,
         has_two_kinds: true,
-        is_text_of_larger: true,
+        wrappers: &["Gemma4ForConditionalGeneration"],
         keeps_merges: true,
         ..PLAIN
     },
@@ -499,12 +524,36 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         favours_values_of_80_layers: false,
         ..LLAMA
     },
+    vision::QWEN2,
+    vision::QWEN3,
+    vision::QWEN3_MOE,
+    vision::MISTRAL,
+    vision::MINISTRAL3,
+    hybrids::LFM2,
+    hybrids::LFM2_MOE,
+    hybrids::GRANITE,
+    hybrids::GRANITE_HYBRID,
+    hybrids::GRANITE_HYBRID_MOE,
+    hybrids::NEMOTRON_H,
+    hybrids::NEMOTRON_H_MOE,
+    hybrids::FALCON_H1,
+    more::EXAONE4,
+    more::EXAONE4_WINDOWS,
+    more::HY_V3,
+    more::MISTRAL4,
+    more::GLM,
+    more::INTERNLM2,
+    more::GPT_NEOX,
+    more::BLOOM,
+    more::PHI,
+    more::LLAMA4,
+    more::GPT2,
 ];
 
-const PLAIN: GgufFamily =
+pub(super) const PLAIN: GgufFamily =
     GgufFamily { biases: &[], pairs_neighbours: false, favours_values_of_80_layers: false, ..LLAMA };
 
-const QWEN_DELTA: GgufFamily = GgufFamily {
+pub(super) const QWEN_DELTA: GgufFamily = GgufFamily {
     tensors: &[
         ("linear_attn.in_proj_qkv.weight", How::Mixed("attn_qkv.weight")),
         ("linear_attn.in_proj_z.weight", How::Heads("attn_gate.weight")),
@@ -518,11 +567,11 @@ const QWEN_DELTA: GgufFamily = GgufFamily {
     partial_rotary: true,
     tiles_heads: true,
     gates_attention: true,
-    is_text_of_larger: true,
+    sections: Some(Sections::Interleaved),
     ..PLAIN
 };
 
-const DEEPSEEK: GgufFamily = GgufFamily {
+pub(super) const DEEPSEEK: GgufFamily = GgufFamily {
     arch: "deepseek2",
     modules: &[
         PRE,

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::{About, gemma4, specials};
+use super::{About, gemma4, mixers, specials};
 use crate::Result;
 use crate::gguf::families::{self, EMBEDDING, HEAD, Multipliers, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT};
 use crate::gguf::file::{GgufFile, GgufTensor};
@@ -27,23 +27,29 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     set("hidden_size", json!(hidden));
     set("num_hidden_layers", json!(about.blocks()?));
     set("num_attention_heads", json!(heads));
-    if !family.has_two_kinds {
+    if family.mixer.is_some() {
+        set("num_key_value_heads", json!(mixers::key_heads(about)?));
+    } else if !family.has_two_kinds {
         set("num_key_value_heads", json!(about.integer("attention.head_count_kv")?.unwrap_or(heads)));
     }
     set("head_dim", json!(head_dim));
     set("vocab_size", json!(vocab));
-    set("max_position_embeddings", json!(about.require("context_length")?));
+    for field in ["max_position_embeddings", "seq_length"] {
+        set(field, json!(about.require("context_length")?));
+    }
     let key = eps_key(family);
     let eps = about.float(key)?.ok_or_else(|| about.broken(key, "is missing"))?;
-    for field in ["rms_norm_eps", "norm_epsilon", "layer_norm_eps"] {
+    for field in ["rms_norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"] {
         set(field, json!(shortest(eps)));
     }
     set("tie_word_embeddings", json!(!has(&format!("{HEAD}.weight"))));
-    set("attention_bias", json!(has("blk.0.attn_q.bias")));
-    set("attention_out_bias", json!(has("blk.0.attn_output.bias")));
-    set("qkv_bias", json!(has("blk.0.attn_q.bias")));
-    set("mlp_bias", json!(has("blk.0.ffn_up.bias")));
-    set("use_bias", json!(has("blk.0.ffn_up.bias")));
+    let in_block = |tensor: &str| about.has_in_some_block(tensor);
+    set("attention_bias", json!(in_block("attn_q.bias") || in_block("attn_qkv.bias")));
+    set("attention_out_bias", json!(in_block("attn_output.bias")));
+    set("qkv_bias", json!(in_block("attn_q.bias")));
+    set("mlp_bias", json!(in_block("ffn_up.bias")));
+    set("use_bias", json!(in_block("ffn_up.bias")));
+    set("bias", json!(in_block("attn_output.bias")));
     match about.integer("expert_count")?.filter(|n| *n > 0) {
         Some(experts) => {
             set("num_local_experts", json!(experts));
@@ -56,14 +62,17 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
             let own = about.integer("expert_feed_forward_length")?;
             let of_expert = match own {
                 Some(own) => own,
-                None => about.require("feed_forward_length")?,
+                None => mixers::width(about)?,
             };
             set("moe_intermediate_size", json!(of_expert));
             let dense = if family.dense_first { about.integer("feed_forward_length")? } else { None };
             set("intermediate_size", json!(dense.unwrap_or(of_expert)));
         }
         None if family.has_two_kinds => {}
-        None => set("intermediate_size", json!(about.require("feed_forward_length")?)),
+        None => {
+            set("num_local_experts", json!(0));
+            set("intermediate_size", json!(mixers::width(about)?));
+        }
     }
     if let Some(every) = family.unrotated {
         set("no_rope_layer_interval", json!(every));
@@ -90,6 +99,8 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     let rotary_heads = specials::latent(about, &mut set)?.unwrap_or(head_dim);
     specials::routing(about, &mut set)?;
     specials::delta_nets(about, &mut set)?;
+    mixers::config(about, &mut set)?;
+    specials::single_families(about, &mut set)?;
     if !family.has_two_kinds {
         rope(about, rotary_heads, &mut set)?;
     }
@@ -144,11 +155,17 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
             let reason = format!("is {rotary_dim}, which is not supported for heads of width {head_dim}");
             return Err(about.unread("rope.dimension_count", &reason));
         }
-        set("partial_rotary_factor", json!(rotary_dim as f64 / head_dim as f64));
+        for field in ["partial_rotary_factor", "rotary_pct"] {
+            set(field, json!(rotary_dim as f64 / head_dim as f64));
+        }
     } else if about.family.partial_rotary {
-        set("partial_rotary_factor", json!(1.0));
+        for field in ["partial_rotary_factor", "rotary_pct"] {
+            set(field, json!(1.0));
+        }
     }
-    set("rope_theta", json!(about.float("rope.freq_base")?.unwrap_or(10_000.0)));
+    for field in ["rope_theta", "rotary_emb_base"] {
+        set(field, json!(about.float("rope.freq_base")?.unwrap_or(10_000.0)));
+    }
     if let Some(theta) = about.float("rope.freq_base_swa")? {
         set("rope_local_base_freq", json!(theta));
     }
@@ -214,6 +231,9 @@ fn rope(about: &About<'_>, head_dim: u64, set: &mut impl FnMut(&str, Json)) -> R
             return Err(about.unread("rope.scaling.type", &reason));
         }
     };
-    set("rope_scaling", scaling);
+    match about.family.scales_queries {
+        true => set("rope_parameters", specials::position_scale(about, scaling)?),
+        false => set("rope_scaling", scaling),
+    }
     Ok(())
 }

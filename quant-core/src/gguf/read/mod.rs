@@ -5,6 +5,7 @@
 
 mod config;
 mod gemma4;
+mod mixers;
 mod specials;
 mod tensors;
 #[cfg(test)]
@@ -15,7 +16,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::families::{self, GgufFamily};
+use super::families::{self, GgufFamily, Stated};
 use super::file::{GgufFile, Value};
 use crate::checkpoint::{ConfigFields, MemorySource, ModelDirectory, printable};
 use crate::model::describe;
@@ -80,7 +81,14 @@ impl<'a> About<'a> {
         let experts = integer(file, &format!("{arch}.expert_count"))?.unwrap_or(0);
         let scores = integer(file, &format!("{arch}.expert_gating_func"))?;
         let windows = integer(file, &format!("{arch}.attention.sliding_window"))?.unwrap_or(0);
-        match families::architecture(arch, experts > 0, windows > 0, scores) {
+        let scale = file.header().get(&format!("{arch}.attention.temperature_scale"));
+        let stated = Stated {
+            has_experts: experts > 0,
+            has_windows: windows > 0,
+            scores,
+            scales_queries: scale.and_then(Value::as_f64).is_some_and(|scale| scale != 0.0),
+        };
+        match families::architecture(arch, stated) {
             Some(family) => Ok(Self { file, family }),
             None => Err(unread_architecture(file, arch, experts)),
         }
@@ -139,6 +147,15 @@ impl<'a> About<'a> {
                 &format!("is {further}; it must be less than `block_count`, {all}"),
             )),
         }
+    }
+
+    /// Whether a block has a tensor, by its name within the block.
+    fn has_in_some_block(&self, name: &str) -> bool {
+        let is_it = |tensor: &str| {
+            let within = tensor.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+            within.is_some_and(|(_, within)| within == name)
+        };
+        self.file.header().tensors.iter().any(|tensor| is_it(&tensor.name))
     }
 
     fn blocks(&self) -> Result<u64> {

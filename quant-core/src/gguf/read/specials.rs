@@ -6,6 +6,7 @@ use super::About;
 use super::config::shortest;
 use crate::Result;
 use crate::gguf::families::{How, RoutingKeys};
+use crate::gguf::llama4::EXPERTS_WITHOUT_NORMS;
 use crate::gguf::specials::ROTATIONS;
 
 /// Sets the fields of latent attention, if the family has it, and returns the number of rotated features per head.
@@ -36,7 +37,7 @@ pub(super) fn latent(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Res
 pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
     let family = about.family;
     match family.routing {
-        RoutingKeys::Full => {}
+        RoutingKeys::Full | RoutingKeys::OneShared => {}
         RoutingKeys::Implied => return Ok(()),
         RoutingKeys::Sigmoid => {
             if let Some(other) = about.integer("expert_gating_func")?.filter(|function| *function != 2) {
@@ -65,7 +66,9 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     let flag = |key: &str| about.flag(&format!("{}.{key}", family.arch));
     set("scoring_func", json!(if sigmoid { "sigmoid" } else { "softmax" }));
     let shared = about.integer("expert_shared_count")?.unwrap_or(0);
-    set("n_shared_experts", json!(shared));
+    for field in ["n_shared_experts", "num_shared_experts"] {
+        set(field, json!(shared));
+    }
     let dense = about.integer("leading_dense_block_count")?.unwrap_or(0);
     set("first_k_dense_replace", json!(dense));
     if family.has_expert_step {
@@ -78,7 +81,9 @@ pub(super) fn routing(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Re
     }
     // 0 means no factor.
     let scale = about.float("expert_weights_scale")?.filter(|scale| *scale != 0.0).unwrap_or(1.0);
-    set("routed_scaling_factor", json!(shortest(scale)));
+    for field in ["routed_scaling_factor", "router_scaling_factor"] {
+        set(field, json!(shortest(scale)));
+    }
     set("norm_topk_prob", json!(flag("expert_weights_norm")?.unwrap_or(false)));
     let groups = |key: &str| Ok::<_, crate::Error>(about.integer(key)?.filter(|n| *n > 0).unwrap_or(1));
     let (count, chosen) = (groups("expert_group_count")?, groups("expert_group_used_count")?);
@@ -170,6 +175,10 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
             yarn["attention_factor"] = json!(1.0);
             yarn["mscale_all_dim"] = json!(shortest(10.0 * weight));
         }
+        Some(weight) if about.family.scales_queries => {
+            let effect = 1.0 + 0.1 * weight * factor.max(1.0).ln();
+            yarn["attention_factor"] = json!(recommended / effect * float("rope.scaling.attn_factor", 1.0)?);
+        }
         Some(weight) => return Err(about.unread(key, &format!("is {weight}, which is not supported"))),
         None if is_latent => {
             return Err(about.unread(key, "is missing, but required for YaRN"));
@@ -179,4 +188,43 @@ pub(super) fn yarn(about: &About<'_>, factor: Option<f64>) -> Result<Json> {
         }
     }
     Ok(yarn)
+}
+
+/// Adds the base, and the scale of queries, which grows with the position, to the parameters of RoPE.
+pub(super) fn position_scale(about: &About<'_>, rope: Json) -> Result<Json> {
+    let mut rope = if rope.is_null() { json!({ "rope_type": "default" }) } else { rope };
+    rope["rope_theta"] = json!(about.float("rope.freq_base")?.unwrap_or(10_000.0));
+    let beta = about.float("attention.temperature_scale")?.unwrap_or(0.0);
+    rope["llama_4_scaling_beta"] = json!(shortest(beta));
+    let key = "rope.scaling.original_context_length";
+    rope["original_max_position_embeddings"] = match about.integer(key)? {
+        Some(positions) => json!(positions),
+        None => json!(about.require("context_length")?),
+    };
+    Ok(rope)
+}
+
+pub(super) fn single_families(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
+    let family = about.family;
+    if family.states_parallel {
+        let key = format!("{}.use_parallel_residual", family.arch);
+        set("use_parallel_residual", json!(about.flag(&key)?.unwrap_or(true)));
+    }
+    if family.never_rotates() && family.mixer.is_none() {
+        set("n_inner", json!(about.require("feed_forward_length")?));
+    }
+    if family.approximates_gelu {
+        set("hidden_act", json!("gelu"));
+    }
+    if family.has_chunks {
+        let key = "attention.sliding_window";
+        if about.integer(key)? == Some(0) {
+            return Err(about.unread(key, "is 0; models without chunks are not supported"));
+        }
+        set("interleave_moe_layer_step", json!(about.require("interleave_moe_layer_step")?));
+        set("intermediate_size_mlp", json!(about.require("feed_forward_length")?));
+        let normalizes = about.integer("expert_count")? != Some(EXPERTS_WITHOUT_NORMS as u64);
+        set("use_qk_norm", json!(normalizes));
+    }
+    Ok(())
 }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::super::families::{
-    EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, ROPE_FACTORS, ROPE_LONG,
-    ROPE_SHORT,
+    EMBEDDING, EMBEDDING_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, POSITIONS, ROPE_FACTORS,
+    ROPE_LONG, ROPE_SHORT,
 };
 use super::super::file::{GgufFile, GgufTensor};
 use super::super::layout::{self, Placed};
@@ -65,10 +65,18 @@ impl GgufSource {
             |name: &str, stored: &str, view: View| source.add_whole(name, stored, view, &mut seen);
         outer(&a.embedding, EMBEDDING, View::AS_STORED)?;
         outer(&format!("{}.weight", a.head), &format!("{HEAD}.weight"), View::AS_STORED)?;
-        if let Some(norm) = &a.final_norm {
+        if let Some(positions) = &a.learned_positions {
+            outer(&positions.table, POSITIONS, View::AS_STORED)?;
+        }
+        if a.head_bias {
+            outer(&format!("{}.bias", a.head), &format!("{HEAD}.bias"), View::AS_STORED)?;
+        }
+        let norms = [(&a.embedding_norm, EMBEDDING_NORM), (&a.final_norm, about.family.final_norm)];
+        for (norm, in_file) in norms.into_iter().filter_map(|(norm, in_file)| Some((norm.as_ref()?, in_file)))
+        {
             for parameter in norm.parameters() {
                 let name = format!("{}.{}", norm.name(), parameter.name);
-                let stored = format!("{FINAL_NORM}.{}", parameter.name);
+                let stored = format!("{in_file}.{}", parameter.name);
                 outer(&name, &stored, View::AS_STORED.plus(norm.weight_offset()))?;
             }
         }
@@ -89,8 +97,8 @@ impl GgufSource {
                     return Err(source.unknown(&other.name, about));
                 }
             }
-            for placed in &block {
-                source.add(placed, &placed.name(layer), about)?;
+            for placed in block.into_iter().map(|placed| as_in_checkpoint(a, placed)) {
+                source.add(&placed, &placed.name(layer), about)?;
             }
             seen.extend(names);
         }
@@ -257,7 +265,7 @@ impl GgufSource {
                 RowOrder::AsStored => values,
                 order => (0..values.len()).map(|c| values[order.place(c).unwrap_or(c)]).collect(),
             };
-            piece.view.change.undo(&mut values);
+            piece.view.change.undo(row, &mut values);
             out.extend(place.info.dtype.narrow(&values));
             return Ok(());
         }
@@ -265,12 +273,27 @@ impl GgufSource {
     }
 }
 
+/// Transposes a weight that the checkpoint stores as `[in, out]`.
+fn as_in_checkpoint(a: &Architecture, placed: Placed) -> Placed {
+    match *placed.shape.as_slice() {
+        [rows, columns] if a.is_stored_by_columns(&placed.tensor) => {
+            let order = RowOrder::Transposed { period: columns, width: columns, depth: rows };
+            Placed { shape: vec![columns, rows], view: View::of(order), ..placed }
+        }
+        _ => placed,
+    }
+}
+
 impl CheckpointTensor {
     /// The number of elements per row; 1 for a vector whose elements are reordered.
     fn columns(&self) -> usize {
         let ordered = self.pieces.iter().any(|piece| piece.view.order != RowOrder::AsStored);
+        let folded = self.pieces.first().map(|piece| piece.view.order);
         match (ordered, self.info.shape.as_slice()) {
-            (true, [_]) => 1,
+            (true, [_]) => match folded {
+                Some(RowOrder::Folded { width }) => width,
+                _ => 1,
+            },
             (_, shape) => shape.last().copied().unwrap_or(1),
         }
     }
