@@ -11,6 +11,7 @@ use quant_tests::{args, demo_model};
 use serde_json::Value;
 use tempfile::TempDir;
 
+const AWQ: [&str; 4] = ["--scheme", "q4_k_m", "--method", "awq"];
 const TEXT: [&str; 6] = ["--calibration", "builtin", "--samples", "16", "--seq-len", "128"];
 
 /// Multiplies some channels of every norm of a block by 32, and divides the columns that read them.
@@ -147,8 +148,9 @@ fn importance_budgets_and_interruptions_do_not_change_the_result() {
     let bench = Bench::planted();
     write_cut_demo_model(&bench.at("model"), 2);
     plant(&bench.at("model"));
-    let awq = ["--scheme", "q4_k_m", "--method", "awq"];
-    let with = |options: &[&str]| [&awq[..], options].concat();
+    fn with<'a>(options: &[&'a str]) -> Vec<&'a str> {
+        AWQ.iter().chain(options).copied().collect()
+    }
     let saved = |name: &str| bench.at(name).to_str().unwrap().to_owned();
     let [matrix, other] = ["imatrix.gguf", "other.gguf"].map(saved);
     bench.quantize("one.gguf", &with(&["--save-imatrix", &matrix])).succeeded();
@@ -161,9 +163,9 @@ fn importance_budgets_and_interruptions_do_not_change_the_result() {
     let run = bench.quantize("no.gguf", &with(&["--imatrix", &matrix, "--save-imatrix", &other]));
     check_message("two matrices", &run, 2, &["would compute one"]);
 
-    bench.quantize("whole.gguf", &awq).succeeded();
+    bench.quantize("whole.gguf", &AWQ).succeeded();
     let plan = args!["plan", bench.at("model"), "--format", "gguf", "--json"];
-    let options = awq.iter().chain(&TEXT[2..]).map(Into::into);
+    let options = AWQ.iter().chain(&TEXT[2..]).map(Into::into);
     let plan = quant(plan.into_iter().chain(options).collect::<Vec<_>>()).json();
     let smallest = plan["smallest_budget_bytes"].as_u64().unwrap();
     assert!(smallest < plan["peak_memory_bytes"].as_u64().unwrap(), "{plan}");
@@ -172,7 +174,7 @@ fn importance_budgets_and_interruptions_do_not_change_the_result() {
     assert_eq!(bench.digest("budget.gguf"), bench.digest("whole.gguf"));
 
     let out = bench.at("out.gguf");
-    let mut run = Running::start(command(bench.arguments("out.gguf", &awq)));
+    let mut run = Running::start(command(bench.arguments("out.gguf", &AWQ)));
     let journal = job_of(&out).join("journal.jsonl");
     let begun = || std::fs::read_to_string(&journal).unwrap_or_default().contains("blk.0.");
     assert!(run.wait_until(begun), "ended before a tensor was finished");
