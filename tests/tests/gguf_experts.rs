@@ -98,7 +98,7 @@ fn experts_are_compensated_with_the_tokens_routed_to_them() {
         // The norm before the router and all experts, and the up projection of each expert, are folded.
         let awq = divergence("awq", &["--method", "awq"]);
         assert!(awq < 1.05 * plain, "{scheme}: {awq} of {plain}");
-        let exact = ["--override", "*=f32", "--override", "ffn_*_exps=q8_0"];
+        let exact = ["--override", "*=f32", "--override", "blk.*.ffn_*_exps=q8_0"];
         let awq = divergence("exact", &[&exact[..], &["--method", "awq"]].concat());
         assert!(awq < 1e-5, "{awq}");
         let report: Value =

@@ -90,7 +90,7 @@ fn runs_use_the_predicted_memory() {
         for &method in methods {
             let options = [&["--scheme", "q4_k_m"][..], method, &batch].concat();
             let plan = bench.plan(&options);
-            let percent = if method.iter().any(|name| name.contains("gptq")) { 20 } else { 25 };
+            let percent = if method == gptq { 20 } else { 25 };
             let plan = if method.is_empty() { &plan["with_calibration"] } else { &plan };
             let options = [&options[..], &["--calibration", &text, "--force"]].concat();
             let run = bench.run(&bench.at("large"), &options).succeeded();

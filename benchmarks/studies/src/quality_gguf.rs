@@ -50,6 +50,9 @@ pub struct Args {
     /// Measure only these models
     #[arg(long, value_delimiter = ',')]
     models: Vec<String>,
+    /// Measure only on these evaluation texts
+    #[arg(long, value_delimiter = ',')]
+    texts: Vec<String>,
     /// Measure this program instead of building one
     #[arg(long)]
     quant: Option<PathBuf>,
@@ -59,8 +62,10 @@ pub struct Args {
 }
 
 impl Args {
-    fn has(&self, model: &str) -> bool {
-        self.models.is_empty() || self.models.iter().any(|name| name == model)
+    /// Whether a row is measured.
+    fn has(&self, row: &Row) -> bool {
+        let chosen = |all: &[String], name| all.is_empty() || all.iter().any(|one| one == name);
+        chosen(&self.models, row.name) && chosen(&self.texts, row.evaluation)
     }
 
     /// Whether a method is measured on a mixture. On the chosen mixtures, the first method always is.
@@ -211,13 +216,13 @@ pub fn run(args: &Args) -> Result<()> {
     let csv = vec!["model,planted,text,mixture,method,kl,kl_se".to_owned()];
     let (mut body, broken) = (String::new(), Vec::new());
     let pooled = vec![vec![Vec::new(); METHODS.len()]; MIXTURES.len()];
-    let of_real = texts().into_iter().filter(|row| row.name == MODEL && args.has(MODEL));
+    let of_real = texts().into_iter().filter(|row| row.name == MODEL && args.has(row));
     let mut rows: Vec<(&Row, PathBuf, &str)> = Vec::new();
     for row in of_real {
         rows.push((row, row.model(&data, false)?, ""));
         rows.push((row, row.model(&data, true)?, ", planted outliers"));
     }
-    for row in TRAINED.iter().filter(|row| args.has(row.name)) {
+    for row in TRAINED.iter().filter(|row| args.has(row)) {
         rows.push((row, row.trained(&data)?, ""));
     }
     let mut measured = Measured { csv, broken, pooled };

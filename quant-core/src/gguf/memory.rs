@@ -67,7 +67,7 @@ impl Passes<'_> {
         let rewritten = if transforms.len() > 1 { block_bytes(model, kind, Some(4)) } else { 0 };
         for transform in transforms {
             let gathering = passing(weights).saturating_add(transform.gathering_memory(&work));
-            let searching = weights.saturating_add(transform.memory(&work)).saturating_mul(9) / 8;
+            let searching = weights.saturating_add(transform.memory(&work)).saturating_add(step / 4);
             most = most.max(gathering.max(searching).saturating_add(rewritten));
         }
         if self.request.gptq.is_some() {
