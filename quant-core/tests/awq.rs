@@ -372,7 +372,9 @@ fn folds_are_right(search: &Search, scheme: &str) {
         // this decides a rounding tie.
         let scales = search.rewrite.columns.get(&group.consumers[0]).unwrap_or(&ones);
         assert_eq!(record.ratio.is_some(), *scales != ones, "{what}");
-        assert_near(record.error_after, search.group_error(group, scales), 5e-3, &what);
+        // The scales of blocks are searched, and the last bit may decide between two candidates there too.
+        let tolerance = if search.block_grids.is_empty() { 5e-3 } else { 2e-2 };
+        assert_near(record.error_after, search.group_error(group, scales), tolerance, &what);
         assert!(record.error_after <= record.error_before, "{what}");
     }
 }
