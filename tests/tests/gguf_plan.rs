@@ -90,7 +90,12 @@ fn runs_use_the_predicted_memory() {
         for &method in methods {
             let options = [&["--scheme", "q4_k_m"][..], method, &batch].concat();
             let plan = bench.plan(&options);
-            let percent = if method == gptq { 20 } else { 25 };
+            // The prediction for AWQ counts the last round of a race, which is rarely run.
+            let percent = match method {
+                _ if method == gptq => 20,
+                [] => 25,
+                _ => 35,
+            };
             let plan = if method.is_empty() { &plan["with_calibration"] } else { &plan };
             let options = [&options[..], &["--calibration", &text, "--force"]].concat();
             let run = bench.run(&bench.at("large"), &options).succeeded();
