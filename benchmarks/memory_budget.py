@@ -6,8 +6,9 @@
 For each method, a synthetic model of the shape is quantized in memory, with the predicted peak as the budget, and with
 a smaller budget: the smallest possible one, or the given share of the predicted peak if that is larger. The runs with
 the smaller budget are inside a memory control group with this limit, if this user may create one. Peak memory is the
-VmHWM that the program reports. The safetensors files of all runs of a method must be equal byte for byte. Prints a
-Markdown table, and appends its rows to OUT/memory-budget.csv.
+VmHWM that the program reports. The weight files of all runs of a method must be equal byte for byte. Prints a Markdown
+table, and appends its rows to OUT/memory-budget.csv. The methods that begin with `gguf` write GGUF files of the type
+Q4_K_M: without a text, with an importance matrix, with AWQ, or with GPTQ.
 """
 
 import argparse
@@ -26,12 +27,18 @@ SHAPES = {
     "8B": ["--hidden", "4096", "--intermediate", "14336", "--heads", "32", "--kv-heads", "8", "--head-dim", "128"],
     "70B": ["--hidden", "8192", "--intermediate", "28672", "--heads", "64", "--kv-heads", "8", "--head-dim", "128"],
 }
+GGUF = ["--format", "gguf", "--scheme", "q4_k_m", "--pre", "none"]
+# Options, and whether there is a calibration text.
 METHODS = {
-    "awq": ["--method", "awq"],
-    "gptq": ["--method", "gptq"],
-    "awq-gptq": ["--method", "awq-gptq"],
-    "smoothquant": ["--preset", "smoothquant-w8a8"],
-    "rtn": ["--method", "rtn"],
+    "awq": (["--method", "awq"], True),
+    "gptq": (["--method", "gptq"], True),
+    "awq-gptq": (["--method", "awq-gptq"], True),
+    "smoothquant": (["--preset", "smoothquant-w8a8"], True),
+    "rtn": (["--method", "rtn"], False),
+    "gguf": (GGUF, False),
+    "gguf-imatrix": (GGUF, True),
+    "gguf-awq": ([*GGUF, "--method", "awq"], True),
+    "gguf-gptq": ([*GGUF, "--method", "gptq"], True),
 }
 
 
@@ -63,7 +70,7 @@ class Group:
 
 def digest(directory: Path) -> str:
     total = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.gguf")]):
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()
@@ -90,10 +97,13 @@ def main() -> None:
         subprocess.run([asked.xtask, "synth", *shape, model], check=True, stdout=subprocess.DEVNULL)
     rows = []
     for method in asked.methods.split(","):
-        options = METHODS[method]
-        if method != "rtn":
-            options = [*options, "--samples", str(asked.samples), "--seq-len", str(asked.seq_len)]
+        options, has_text = METHODS[method]
+        sampling = ["--samples", str(asked.samples), "--seq-len", str(asked.seq_len)] if has_text else []
+        options = [*options, *sampling]
         plan = json.loads(subprocess.run([asked.quant, "plan", model, *options, "--json"], check=True, capture_output=True).stdout)
+        if has_text:
+            # The text is optional for some runs.
+            plan = plan.get("with_calibration", plan)
         smallest, memory = plan["smallest_budget_bytes"], plan["peak_memory_bytes"]
         budget = smallest if asked.share is None else max(smallest, int(asked.share * memory))
         found: dict[str, list] = {"in memory": [], "budget": []}
@@ -102,7 +112,7 @@ def main() -> None:
                 out = asked.out / "quantized"
                 shutil.rmtree(out, ignore_errors=True)
                 limit = -(-limit // (1 << 20)) << 20
-                text = [] if method == "rtn" else ["--calibration", asked.text]
+                text = ["--calibration", asked.text] if has_text else []
                 command = [asked.quant, "quantize", model, "-o", out, "--json", *options, *text, "--memory-budget", f"{limit >> 20}MiB"]
                 group = Group(limit) if name == "budget" else None
                 started = time.monotonic()

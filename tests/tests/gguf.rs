@@ -200,7 +200,7 @@ fn requests_that_cannot_be_met() {
         (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
         (&["--ignore", "nothing"], "matches no linear"),
         (&["--method", "gptq"], "--calibration is missing"),
-        (&["--method", "awq"], "method `awq` is not supported for GGUF files"),
+        (&["--method", "awq"], "method `awq` needs a calibration text, but --calibration is missing"),
         (&["--method", "gptq", "--reference-search"], "cannot be combined"),
         (&["--damping", "0.1"], "--damping has no effect"),
         (&["--method", "rtn", "--damping", "0.1"], "--damping has no effect"),

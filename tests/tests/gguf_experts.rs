@@ -95,6 +95,12 @@ fn experts_are_compensated_with_the_tokens_routed_to_them() {
         };
         let [plain, gptq] = [divergence("plain", &[]), divergence("gptq", &["--method", "gptq"])];
         assert!(gptq < 0.9 * plain, "{scheme}: {gptq} of {plain}");
+        // The norm before the router and all experts, and the up projection of each expert, are folded.
+        let awq = divergence("awq", &["--method", "awq"]);
+        assert!(awq < 1.05 * plain, "{scheme}: {awq} of {plain}");
+        let exact = ["--override", "*=f32", "--override", "blk.*.ffn_*_exps=q8_0"];
+        let awq = divergence("exact", &[&exact[..], &["--method", "awq"]].concat());
+        assert!(awq < 1e-5, "{awq}");
         let report: Value =
             serde_json::from_slice(&std::fs::read(at("gptq").join("quant_report.json")).unwrap()).unwrap();
         let of = |name: &str| {

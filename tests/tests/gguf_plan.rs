@@ -71,11 +71,12 @@ fn check(what: &str, run: &Run, predicted: u64, percent: u64) {
 #[test]
 fn runs_use_the_predicted_memory() {
     let (plain, gptq) = (&[][..], &["--method", "gptq"][..]);
+    let (awq, both) = (&["--method", "awq"][..], &["--method", "awq-gptq"][..]);
     // The largest model's tensors are encoded in several pieces. GPTQ of its wide weights would take minutes.
     for (hidden, intermediate, batch, methods) in [
-        (256, 512, ["--samples", "2400", "--seq-len", "64"], &[plain, gptq][..]),
+        (256, 512, ["--samples", "2400", "--seq-len", "64"], &[plain, awq, gptq, both][..]),
         (512, 2048, ["--samples", "32", "--seq-len", "512"], &[gptq]),
-        (1024, 6144, ["--samples", "64", "--seq-len", "512"], &[plain]),
+        (1024, 6144, ["--samples", "64", "--seq-len", "512"], &[plain, awq]),
     ] {
         let bench = Bench::new(hidden, intermediate);
         let text = bench.at("text.txt").to_str().unwrap().to_owned();
@@ -89,8 +90,12 @@ fn runs_use_the_predicted_memory() {
         for &method in methods {
             let options = [&["--scheme", "q4_k_m"][..], method, &batch].concat();
             let plan = bench.plan(&options);
-            // The second pass of GPTQ may or may not reuse the memory of the first.
-            let percent = if method.is_empty() { 25 } else { 40 };
+            // The prediction for AWQ counts the last round of a race, which is rarely run.
+            let percent = match method {
+                _ if method == gptq => 20,
+                [] => 25,
+                _ => 35,
+            };
             let plan = if method.is_empty() { &plan["with_calibration"] } else { &plan };
             let options = [&options[..], &["--calibration", &text, "--force"]].concat();
             let run = bench.run(&bench.at("large"), &options).succeeded();

@@ -18,6 +18,7 @@ mod full_disk;
 mod gate;
 mod generate;
 mod gguf;
+mod gguf_awq;
 mod gguf_code_books;
 mod gguf_experts;
 mod gguf_floats;

@@ -1,12 +1,12 @@
-//! `cargo study quality-gguf`: the accuracy loss of GGUF types, as written by `llama-quantize`, by quant's search, and
-//! by GPTQ. It is measured on the models whose widths fit these types: a real one, as it is and with planted outliers, and
-//! two that are trained here.
+//! `cargo study quality-gguf`: the accuracy loss of GGUF types, as written by `llama-quantize`, by quant's search, by
+//! GPTQ, by the search after AWQ, and by GPTQ after AWQ. It is measured on the models whose widths fit these types: a
+//! real one, as it is and with planted outliers, and two that are trained here.
 //!
-//! All three use the same types and the same importance matrix, which quant's calibration gathered. They are evaluated
-//! on the same windows, so differences are paired, and the errors are those of the differences between windows. The
-//! objective of the search was chosen on calibration texts; claims are checked on the evaluation texts: with Q4_K_M and
-//! IQ4_XS, quant's search and GPTQ must lose less than `llama-quantize`, by more than two paired errors over all rows
-//! together, and must not lose more in any row.
+//! All use the same types and the same importance matrix, which quant's calibration gathered. They are evaluated on the
+//! same windows, so differences are paired, and the errors are those of the differences between windows. Settings were
+//! chosen on calibration texts; claims are checked on the evaluation texts: with Q4_K_M and IQ4_XS, quant's search and
+//! GPTQ must lose less than `llama-quantize`, by more than two paired errors over all rows together, and must not lose
+//! more in any row.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -25,9 +25,16 @@ use crate::support::rows::{Row, TRAINED, quantize, texts};
 const MODEL: &str = "books-7m";
 /// Mixtures, and whether claims are checked on them.
 const MIXTURES: [(&str, bool); 3] = [("Q4_K_M", true), ("IQ4_XS", true), ("Q4_0", false)];
-/// Names, and options of `quant quantize`; the first is `llama-quantize`.
-const METHODS: [(&str, &[&str]); 3] =
-    [("llama-quantize", &[]), ("search", &[]), ("GPTQ", &["--method", "gptq"])];
+/// Names, options of `quant quantize`, and whether claims are checked; the first is `llama-quantize`.
+const METHODS: [(&str, &[&str], bool); 5] = [
+    ("llama-quantize", &[], false),
+    ("search", &[], true),
+    ("AWQ", &["--method", "awq"], false),
+    ("GPTQ", &["--method", "gptq"], true),
+    ("AWQ+GPTQ", &["--method", "awq-gptq"], false),
+];
+const LLAMA: usize = 0;
+const SEARCH: usize = 1;
 /// The settings of the measurement.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
@@ -38,8 +45,14 @@ pub struct Args {
     #[arg(long, value_delimiter = ',', default_values_t = MIXTURES.map(|(name, _)| name.to_owned()))]
     mixtures: Vec<String>,
     /// Measure only these methods, besides `llama-quantize`
-    #[arg(long, value_delimiter = ',', default_values_t = METHODS[1..].iter().map(|(name, _)| (*name).to_owned()))]
+    #[arg(long, value_delimiter = ',', default_values_t = METHODS[1..].iter().map(|(name, ..)| (*name).to_owned()))]
     methods: Vec<String>,
+    /// Measure only these models
+    #[arg(long, value_delimiter = ',')]
+    models: Vec<String>,
+    /// Measure only on these evaluation texts
+    #[arg(long, value_delimiter = ',')]
+    texts: Vec<String>,
     /// Measure this program instead of building one
     #[arg(long)]
     quant: Option<PathBuf>,
@@ -49,10 +62,16 @@ pub struct Args {
 }
 
 impl Args {
+    /// Whether a row is measured.
+    fn has(&self, row: &Row) -> bool {
+        let chosen = |all: &[String], name| all.is_empty() || all.iter().any(|one| one == name);
+        chosen(&self.models, row.name) && chosen(&self.texts, row.evaluation)
+    }
+
     /// Whether a method is measured on a mixture. On the chosen mixtures, the first method always is.
     fn measures(&self, mixture: &str, method: usize) -> bool {
         let chosen = |all: &[String], name: &str| all.iter().any(|one| one == name);
-        chosen(&self.mixtures, mixture) && (method == 0 || chosen(&self.methods, METHODS[method].0))
+        chosen(&self.mixtures, mixture) && (method == LLAMA || chosen(&self.methods, METHODS[method].0))
     }
 }
 
@@ -82,7 +101,7 @@ fn write(
 ) -> Result<()> {
     let out = scratch.join("out.gguf");
     let (floats, imatrix) = (scratch.join("floats.gguf"), scratch.join("imatrix.gguf"));
-    if method == 0 {
+    if method == LLAMA {
         let llama_quantize = target_dir().join("interop-llama-cpp/bin/llama-quantize");
         let mut command = Command::new(llama_quantize);
         command.arg("--imatrix").arg(imatrix).args([&floats, &out]).arg(mixture);
@@ -153,8 +172,8 @@ impl Measured {
         prepare(quant, model, scratch, &calibration)?;
         let mut lines = Vec::new();
         for (m, (mixture, held)) in MIXTURES.into_iter().enumerate() {
-            let mut found: Vec<Vec<f64>> = Vec::new();
-            for (method, (by, _)) in METHODS.iter().enumerate() {
+            let mut found: Vec<Option<Vec<f64>>> = vec![None; METHODS.len()];
+            for (method, &(by, _, checked)) in METHODS.iter().enumerate() {
                 if !args.measures(mixture, method) {
                     continue;
                 }
@@ -165,21 +184,23 @@ impl Measured {
                 println!("{title}  {mixture}  {by}  {kl:.6} ± {error:.6}");
                 let place = format!("{},{planted},{}", row.name, row.evaluation);
                 self.csv.push(format!("{place},{mixture},{by},{kl},{error}"));
-                let against = match found.first() {
-                    None => String::new(),
-                    Some(first) => {
-                        let (difference, error, word) = compare(&windows, first);
-                        if held && word == "more" {
-                            self.broken.push(format!("{title}: {mixture} by {by} has a higher KL"));
-                        }
-                        format!("{difference:+.6} ± {error:.6}, {word}")
-                    }
-                };
+                let against = [LLAMA, SEARCH].map(|other| {
+                    let Some(other) = found[other].as_deref() else { return String::new() };
+                    let (difference, error, word) = compare(&windows, other);
+                    format!("{difference:+.6} ± {error:.6}, {word}")
+                });
+                if held
+                    && checked
+                    && found[LLAMA].as_deref().is_some_and(|f| compare(&windows, f).2 == "more")
+                {
+                    self.broken.push(format!("{title}: {mixture} by {by} has a higher KL"));
+                }
                 std::io::stdout().flush()?;
                 let kl = format!("{kl:.5} ± {error:.5}");
-                lines.push(vec![mixture.to_owned(), (*by).to_owned(), kl, against]);
+                let [llama, search] = against;
+                lines.push(vec![mixture.to_owned(), by.to_owned(), kl, llama, search]);
                 self.pooled[m][method].extend(&windows);
-                found.push(windows);
+                found[method] = Some(windows);
             }
         }
         Ok(lines)
@@ -195,35 +216,41 @@ pub fn run(args: &Args) -> Result<()> {
     let csv = vec!["model,planted,text,mixture,method,kl,kl_se".to_owned()];
     let (mut body, broken) = (String::new(), Vec::new());
     let pooled = vec![vec![Vec::new(); METHODS.len()]; MIXTURES.len()];
-    let of_real = texts().into_iter().filter(|row| row.name == MODEL);
+    let of_real = texts().into_iter().filter(|row| row.name == MODEL && args.has(row));
     let mut rows: Vec<(&Row, PathBuf, &str)> = Vec::new();
     for row in of_real {
         rows.push((row, row.model(&data, false)?, ""));
         rows.push((row, row.model(&data, true)?, ", planted outliers"));
     }
-    for row in &TRAINED {
+    for row in TRAINED.iter().filter(|row| args.has(row)) {
         rows.push((row, row.trained(&data)?, ""));
     }
     let mut measured = Measured { csv, broken, pooled };
     for (row, model, outliers) in rows {
         let title = format!("{}{outliers}, {}", row.name, row.evaluation);
         let lines = measured.row(&quant, &data, &scratch, (row, &model, !outliers.is_empty()), args)?;
-        let heads = ["mixture", "by", "KL", "against llama-quantize"];
+        let heads = ["mixture", "by", "KL", "against llama-quantize", "against search"];
         body += &format!("## {title}\n\n{}\n", table(&heads, &lines));
     }
     let Measured { csv, mut broken, pooled } = measured;
     body += "## All rows together\n\n";
     for ((mixture, held), windows) in MIXTURES.into_iter().zip(&pooled) {
         for method in (1..METHODS.len()).filter(|method| args.measures(mixture, *method)) {
-            let (difference, error, word) = compare(&windows[method], &windows[0]);
-            let [before, _] = mean(&windows[0]);
-            let name = METHODS[method].0;
-            body += &format!(
-                "* {mixture} by {name}: {difference:+.6} ± {error:.6} of {before:.6} ({:+.1} %), {word}\n",
-                100.0 * difference / before
-            );
-            if held && word != "less" {
-                broken.push(format!("{mixture} by {name} does not have a lower KL over all rows"));
+            let (name, _, checked) = METHODS[method];
+            for other in [LLAMA, SEARCH] {
+                if other == method || !args.measures(mixture, other) {
+                    continue;
+                }
+                let (difference, error, word) = compare(&windows[method], &windows[other]);
+                let [before, _] = mean(&windows[other]);
+                let percent = 100.0 * difference / before;
+                body += &format!(
+                    "* {mixture} by {name}, against {}: {difference:+.6} ± {error:.6} of {before:.6} ({percent:+.1} %), {word}\n",
+                    METHODS[other].0
+                );
+                if held && checked && other == LLAMA && word != "less" {
+                    broken.push(format!("{mixture} by {name} does not have a lower KL over all rows"));
+                }
             }
         }
     }
@@ -233,11 +260,11 @@ pub fn run(args: &Args) -> Result<()> {
         command: typed_command(),
         body: format!(
             "The same types, bytes and importance matrix ({CALIBRATION} tokens of the calibration text) \
-             quantized by `llama-quantize` of llama.cpp v0.5.0, by our search, and by GPTQ. Activations are float. \
+             quantized by `llama-quantize` of llama.cpp v0.5.0, by quant's search, by GPTQ, and by both after AWQ. Activations are float. \
              {} windows of 512 tokens, of 128 for the models trained here, which have seen only the calibration text \
              (`benchmarks/peers/train_models.py`). KL to float over the full vocabulary in nats per token, ± its standard error \
              over windows; differences are paired by window, and called less or more if they exceed two standard \
-             errors. The search's objective was chosen on calibration texts.\n\n{body}",
+             errors. Settings were chosen on calibration texts.\n\n{body}",
             args.windows
         ),
         csv,

@@ -80,33 +80,27 @@ impl HiddenStates {
     /// # Errors
     /// As [`embed`](Self::embed), and when the disk is full.
     pub fn embed_in(model: &Model, windows: &TokenWindows, spill: Option<&Spill>) -> Result<Self> {
-        let layout = windows.layout();
         let width = model.architecture().state_width(0);
-        let (table, per_layer) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
-        let embedded = |first: usize, tokens: &[u32]| -> Result<Vec<f32>> {
-            let mut values = model.embed_streamed(tokens)?;
-            if let Some(table) = &table {
-                table.add_to(&mut values, |token| layout.place(first + token))?;
-            }
-            if let Some(inputs) = &per_layer {
-                values = inputs.append_inputs(tokens, &values)?;
-            }
-            Ok(values)
-        };
-        let values = match spill {
-            None => embedded(0, windows.tokens())?.into(),
-            Some(_) => {
-                // A multiple of the pieces in which per-layer inputs are computed, so that matrix products have the
-                // same shapes for any storage.
-                let piece = 4 * CHUNK_TOKENS;
-                let mut values = Values::zeros(spill, windows.tokens().len() * width)?;
-                for (i, tokens) in windows.tokens().chunks(piece).enumerate() {
-                    values.write(i * piece * width, &embedded(i * piece, tokens)?)?;
-                }
-                values
-            }
-        };
-        Self::new(layout, width, values)
+        let mut values = Values::zeros(spill, windows.tokens().len() * width)?;
+        write_embeddings(model, windows, &mut values)?;
+        Self::new(windows.layout(), width, values)
+    }
+
+    /// Replaces the states with the embeddings of the windows, for another pass through the model. They take the place
+    /// of the old states in memory.
+    ///
+    /// # Errors
+    /// As [`embed_in`](Self::embed_in).
+    pub fn restart(&mut self, model: &Model, windows: &TokenWindows) -> Result<()> {
+        let (width, tokens) = (model.architecture().state_width(0), windows.tokens().len());
+        if self.values.len() != tokens * width {
+            let spill = self.spill().cloned();
+            // The old states are dropped before there are new ones.
+            self.values = Vec::new().into();
+            self.values = Values::zeros(spill.as_ref(), tokens * width)?;
+        }
+        (self.layout, self.hidden) = (windows.layout(), width);
+        write_embeddings(model, windows, &mut self.values)
     }
 
     /// Copies the states to the same kind of storage.
@@ -257,6 +251,26 @@ impl HiddenStates {
         }
         Ok(())
     }
+}
+
+/// Writes the embeddings of all tokens, in pieces. These are a multiple of the pieces in which per-layer inputs are
+/// computed, so that matrix products have the same shapes for any storage.
+fn write_embeddings(model: &Model, windows: &TokenWindows, values: &mut Values) -> Result<()> {
+    let piece = 4 * CHUNK_TOKENS;
+    let (layout, width) = (windows.layout(), model.architecture().state_width(0));
+    let (table, per_layer) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
+    for (i, tokens) in windows.tokens().chunks(piece).enumerate() {
+        let first = i * piece;
+        let mut embedded = model.embed_streamed(tokens)?;
+        if let Some(table) = &table {
+            table.add_to(&mut embedded, |token| layout.place(first + token))?;
+        }
+        if let Some(inputs) = &per_layer {
+            embedded = inputs.append_inputs(tokens, &embedded)?;
+        }
+        values.write(first * width, &embedded)?;
+    }
+    Ok(())
 }
 
 impl HiddenStates {

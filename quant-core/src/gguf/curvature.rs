@@ -1,12 +1,13 @@
 //! The Hessian factors of linears' inputs, which GPTQ needs, gathered block by block while tensors are written.
 //!
-//! Hidden states are those of the float model: quantizing earlier blocks does not affect later ones.
+//! Hidden states are those of the float model, or of the model rewritten by earlier steps, which is equal to it:
+//! quantizing earlier blocks does not affect later ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::plan::PlannedTensor;
-use crate::calibrate::{HiddenStates, Spill, StatisticsPass, TokenWindows};
+use crate::calibrate::{HiddenStates, StatisticsPass};
 use crate::model::{Model, NodeId, RopeTables};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian};
 use crate::{CancelToken, Error, Result};
@@ -24,20 +25,18 @@ pub struct Curvature<'a> {
 }
 
 impl<'a> Curvature<'a> {
-    /// Prepares the computation of factors; hidden states are in a file if `spill` is given.
+    /// Prepares the computation of factors. `states` are the embeddings of the batch.
     ///
     /// # Errors
-    /// [`Error::Usage`] when settings are invalid; errors of the embedding.
+    /// [`Error::Usage`] when settings are invalid.
     pub fn new(
         model: &'a Model,
-        windows: &TokenWindows,
-        spill: Option<&Spill>,
+        states: HiddenStates,
         settings: GptqSettings,
         cancel: &'a CancelToken,
     ) -> Result<Self> {
         settings.check()?;
-        let states = HiddenStates::embed_in(model, windows, spill)?;
-        let ropes = model.rope(windows.length())?;
+        let ropes = model.rope(states.shape()[1])?;
         let damping = settings.damping;
         Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
     }

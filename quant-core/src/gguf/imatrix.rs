@@ -11,7 +11,7 @@ use super::file::{GgufFile, MAGIC, Value, write_file};
 use super::layout;
 use super::metadata::strings;
 use super::plan::PlannedTensor;
-use crate::calibrate::{HiddenStates, InputRows, Spill, Statistic, StatisticsPass, TokenWindows};
+use crate::calibrate::{HiddenStates, InputRows, Statistic, StatisticsPass};
 use crate::checkpoint::{printable, read_capped};
 use crate::model::{Architecture, Model, NodeId, Op};
 use crate::{CancelToken, Error, Event, Observer, Result};
@@ -64,15 +64,14 @@ impl Statistic for SquareSum {
 }
 
 impl Importance {
-    /// Gathers an importance matrix on a batch, block by block; hidden states are in a file if `spill` is given.
+    /// Gathers an importance matrix on a batch, block by block, beginning with the batch's embeddings.
     ///
     /// # Errors
     /// [`Error::Internal`] if the family cannot be written as GGUF; [`Error::Calibration`] if a channel's sum is not
     /// finite in `f32`; [`Error::Interrupted`]; errors of reading and running blocks.
     pub fn gather(
         model: &Model,
-        windows: &TokenWindows,
-        spill: Option<&Spill>,
+        states: &mut HiddenStates,
         dataset: &str,
         observer: &dyn Observer,
         cancel: &CancelToken,
@@ -82,8 +81,7 @@ impl Importance {
             Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family))
         })?;
         observer.event(&Event::StageStarted { stage: "importance", unit: "block", units: a.layers as u64 });
-        let mut states = HiddenStates::embed_in(model, windows, spill)?;
-        let ropes = model.rope(windows.length())?;
+        let ropes = model.rope(states.shape()[1])?;
         let mut found = Self {
             datasets: vec![dataset.to_owned()],
             chunks: u32::try_from(states.shape()[0]).unwrap_or(u32::MAX),
@@ -101,7 +99,7 @@ impl Importance {
             for (value, sum) in &mut sums {
                 pass.gather(*value, sum)?;
             }
-            pass.run(&mut states, layer + 1 < a.layers)?;
+            pass.run(states, layer + 1 < a.layers)?;
             for (id, ..) in graph.linears() {
                 let node = &graph.nodes()[id];
                 found.add(a, family, layer, &node.op, &sums[&node.inputs[0]])?;
@@ -191,6 +189,27 @@ impl Importance {
         Ok(Some(importance))
     }
 
+    /// The importance after columns of weights are multiplied by factors and their inputs divided by them. `factors` are
+    /// those of a tensor of the checkpoint.
+    pub(super) fn divided<'f>(
+        mut self,
+        tensors: &[PlannedTensor],
+        factors: impl Fn(&str) -> Option<&'f [f32]>,
+    ) -> Self {
+        for tensor in tensors {
+            let Some(entry) = self.entries.get_mut(&tensor.name) else { continue };
+            let columns = tensor.shape.last().copied().unwrap_or_default().max(1);
+            for (sums, source) in entry.sums.chunks_exact_mut(columns).zip(tensor.sources()) {
+                let Some(factors) = factors(source) else { continue };
+                for (column, sum) in sums.iter_mut().enumerate() {
+                    let factor = f64::from(factors[tensor.stored_column(column)]);
+                    *sum = (f64::from(*sum) / (factor * factor)).min(f64::from(f32::MAX)) as f32;
+                }
+            }
+        }
+        self
+    }
+
     /// The names of planned tensors of blocks whose rounding errors would be weighted, but that have no entry. Matrices
     /// of latent attention never have one, so they are left out.
     pub fn missing<'p>(&self, tensors: &'p [PlannedTensor]) -> Vec<&'p str> {
@@ -199,6 +218,12 @@ impl Importance {
         };
         let used = tensors.iter().filter(in_block).filter(|t| t.kind.uses_importance && !t.keeps_codes());
         used.map(|t| t.name.as_str()).filter(|name| !self.entries.contains_key(*name)).collect()
+    }
+
+    /// The importance of the columns of one matrix, from that of all matrices: one vector for each, or one for all.
+    pub(super) fn of_matrix(all: &[f32], index: usize, columns: usize) -> &[f32] {
+        let matrices = all.len() / columns.max(1);
+        &all[index.min(matrices.saturating_sub(1)) * columns..][..columns]
     }
 
     fn broken(&self, reason: String) -> Error {

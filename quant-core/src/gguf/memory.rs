@@ -7,36 +7,34 @@ use super::run::CHUNK_VALUES;
 use crate::calibrate::{Residence, Sampling};
 use crate::model::{BlockKind, Model, NodeId};
 use crate::quantize::gptq::Hessian;
+use crate::transform::Workload;
 
 const PROGRAM: u64 = 56 << 20;
 const TEXT: u64 = 32 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
-/// The use of a calibration text in a run.
-#[derive(Debug, Clone, Copy)]
-pub struct Gathering {
-    /// The windows of the text.
-    pub sampling: Sampling,
-    /// Whether GPTQ needs Hessians, besides the importance matrix.
-    pub hessians: bool,
+/// The passes of a calibration batch through the model.
+struct Passes<'a> {
+    sampling: Sampling,
+    request: &'a GgufRequest,
+    residence: Residence,
 }
 
-impl Gathering {
+impl Passes<'_> {
     fn tokens(&self) -> u64 {
         (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64)
     }
 
-    /// The bytes of the batch's hidden states and of the layout of its tokens.
-    fn states(&self, kind: &BlockKind<'_>, residence: Residence) -> u64 {
+    /// The bytes of the batch's hidden states, which all passes keep in the same place, and of the layout of its
+    /// tokens.
+    fn states(&self, kind: &BlockKind<'_>) -> u64 {
         let graph = kind.graph;
-        // GPTQ begins again with new states, when the allocator may still keep the memory of the first ones.
-        let passes = 1 + u64::from(self.hessians);
         let [before, after] = [graph.input(), graph.output()].map(|node| 4 * graph.width(node) as u64);
-        let values = match residence {
+        let values = match self.residence {
             Residence::Files { .. } => 0,
             // If a block changes the width, old and new states are in memory together.
-            Residence::Memory if before == after => passes * before,
-            Residence::Memory => passes * (before + after),
+            Residence::Memory if before == after => before,
+            Residence::Memory => before + after,
         };
         (values + 16).saturating_mul(self.tokens())
     }
@@ -46,37 +44,67 @@ impl Gathering {
         let graph = kind.graph;
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         let at_a_time = CHUNK_TOKENS.max(self.sampling.length as u64).min(self.tokens().max(1));
-        let inputs: BTreeMap<NodeId, u64> =
-            graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
-        let sums: u64 = inputs.values().map(|k| 8 * k).sum();
+        let sums: u64 = input_widths(kind).map(|k| 8 * k).sum();
         (16 * widest).saturating_mul(at_a_time).saturating_add(sums)
     }
 
-    /// The bytes of the Hessians of a block's inputs, and what is needed in addition while their factors replace them.
-    fn hessians(&self, kind: &BlockKind<'_>) -> [u64; 2] {
-        if !self.hessians {
-            return [0; 2];
+    /// The bytes that the passes through a block need, and with GPTQ those of writing it.
+    fn of_block(&self, model: &Model, kind: &BlockKind<'_>, writing: u64) -> u64 {
+        let (weights, step) = (block_bytes(model, kind, None), self.step(kind));
+        // The allocator keeps some memory of earlier steps.
+        let passing = |weights: u64| weights.saturating_add(step).saturating_mul(9) / 8;
+        let mut most = passing(weights);
+        let transforms = &self.request.transforms;
+        let work = Workload {
+            graph: kind.graph,
+            sampling: self.sampling,
+            settings: &self.request.settings,
+            schemes: BTreeMap::new(),
+            residence: self.residence,
+            experts_apart: false,
+        };
+        // A block that a transform has rewritten stays in memory for the next one.
+        let rewritten = if transforms.len() > 1 { block_bytes(model, kind, Some(4)) } else { 0 };
+        for transform in transforms {
+            let gathering = passing(weights).saturating_add(transform.gathering_memory(&work));
+            let searching = weights.saturating_add(transform.memory(&work)).saturating_add(step / 4);
+            most = most.max(gathering.max(searching).saturating_add(rewritten));
         }
-        let graph = kind.graph;
-        let inputs: BTreeMap<NodeId, u64> =
-            graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
-        let factoring = |k: &u64| Hessian::peak_bytes(*k).saturating_sub(Hessian::kept_bytes(*k));
-        let kept = inputs.values().map(|k| Hessian::kept_bytes(*k)).sum();
-        [kept, inputs.values().map(factoring).max().unwrap_or(0)]
+        if self.request.gptq.is_some() {
+            // Rewritten weights are read as F32.
+            let weights = if transforms.is_empty() { weights } else { block_bytes(model, kind, Some(4)) };
+            let kept: u64 = input_widths(kind).map(Hessian::kept_bytes).sum();
+            let factoring = |k| Hessian::peak_bytes(k).saturating_sub(Hessian::kept_bytes(k));
+            let factoring = weights.saturating_add(input_widths(kind).map(factoring).max().unwrap_or(0));
+            // Tensors are written while the states and the factors are in memory.
+            let solving = passing(weights).max(factoring).max(writing);
+            most = most.max(kept.saturating_add(solving));
+        }
+        self.states(kind).saturating_add(most)
     }
 }
 
-/// The estimated disk space in bytes for hidden states that are kept in files.
-pub fn scratch_bytes(model: &Model, gathering: &Gathering) -> u64 {
-    let width = model.architecture().state_width(0) as u64;
-    (4 * width).saturating_mul(gathering.tokens())
+/// The widths of the values that linears read.
+fn input_widths(kind: &BlockKind<'_>) -> impl Iterator<Item = u64> {
+    let graph = kind.graph;
+    let inputs: BTreeMap<NodeId, u64> =
+        graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
+    inputs.into_values()
 }
 
-/// Estimates the peak memory in bytes of a run that writes GGUF.
+/// The estimated disk space in bytes for hidden states that are kept in files.
+pub fn scratch_bytes(model: &Model, sampling: Sampling) -> u64 {
+    let width = model.architecture().state_width(0) as u64;
+    let tokens = (sampling.samples as u64).saturating_mul(sampling.length as u64);
+    (4 * width).saturating_mul(tokens)
+}
+
+/// Estimates the peak memory in bytes of a run that writes GGUF, with the windows of its calibration text if it has
+/// one.
 pub fn peak_memory(
     model: &Model,
     request: &GgufRequest,
-    gathering: Option<&Gathering>,
+    sampling: Option<Sampling>,
     residence: Residence,
 ) -> u64 {
     let a = model.architecture();
@@ -89,28 +117,19 @@ pub fn peak_memory(
     // piece.
     let largest = of_linears(|[n, k]| n * k).max((a.vocab * a.hidden) as u64);
     let piece = largest.min((CHUNK_VALUES as u64).max(of_linears(|[_, k]| k)));
-    let mut writing = piece * (4 + stored_size(model) + request.largest_value()) * 8 / 5;
+    let stored = if request.transforms.is_empty() { stored_size(model) } else { 4 };
+    let mut writing = piece * (4 + stored + request.largest_value()) * 8 / 5;
     if model.quant_method().is_some() {
         writing += 3 * of_linears(|[n, k]| n * k);
     }
-    let Some(gathering) = gathering else { return PROGRAM.saturating_add(writing) };
+    let Some(sampling) = sampling else { return PROGRAM.saturating_add(writing) };
     let importance: u64 = kinds()
         .map(|kind| {
             4 * kind.layers as u64 * kind.graph.linears().map(|(.., [_, k], _)| k as u64).sum::<u64>()
         })
         .sum();
-    let of_block = |kind: BlockKind<'_>| {
-        let weights = block_bytes(model, &kind);
-        let passing = weights.saturating_add(gathering.step(&kind));
-        // The allocator keeps some memory of earlier steps.
-        let passing = passing.saturating_add(passing / 8);
-        let [kept, factoring] = gathering.hessians(&kind);
-        // With GPTQ, tensors are written while the states and Hessians are in memory.
-        let written = if gathering.hessians { writing } else { 0 };
-        let largest = passing.max(weights.saturating_add(factoring)).max(written);
-        gathering.states(&kind, residence).saturating_add(kept).saturating_add(largest)
-    };
-    let step = kinds().map(of_block).max().unwrap_or(0).max(writing);
+    let passes = Passes { sampling, request, residence };
+    let step = kinds().map(|kind| passes.of_block(model, &kind, writing)).max().unwrap_or(0).max(writing);
     step.saturating_add(importance).saturating_add(PROGRAM + TEXT)
 }
 
@@ -118,14 +137,15 @@ fn stored_size(model: &Model) -> u64 {
     model.source().require(&model.embedding_name()).map_or(4, |info| info.dtype.size() as u64)
 }
 
-fn block_bytes(model: &Model, kind: &BlockKind<'_>) -> u64 {
+/// The bytes of a block's tensors as stored, or with this size per element.
+fn block_bytes(model: &Model, kind: &BlockKind<'_>, size: Option<usize>) -> u64 {
     let a = model.architecture();
     let of_node = |op: &crate::model::Op| -> u64 {
         let of = |parameter: crate::model::Parameter| {
             let name = format!("{}.{}", a.in_block(kind.first, op.name()), parameter.name);
             let elements: usize = parameter.shape.iter().product();
-            let size = model.source().require(&name).map_or(4, |info| info.dtype.size());
-            (elements * size) as u64
+            let stored = || model.source().require(&name).map_or(4, |info| info.dtype.size());
+            (elements * size.unwrap_or_else(stored)) as u64
         };
         op.parameters().into_iter().map(of).sum()
     };

@@ -3,6 +3,7 @@
 //! ```text
 //! families, metadata, tokenizer ─► plan ─► run ─► archive (file)      what is written, tensor by tensor
 //! calibration or a file ─► imatrix ──────┤
+//! calibration ─► steps (AWQ) ─────────────┤
 //! calibration ─► curvature (GPTQ) ────────┘
 //! ```
 //!
@@ -66,6 +67,7 @@ mod read_back_tests;
 mod rows;
 mod run;
 mod specials;
+mod steps;
 mod tokenizer;
 
 use serde_json::json;
@@ -73,11 +75,12 @@ use serde_json::json;
 pub use curvature::Curvature;
 pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
 pub use imatrix::{Entry, Importance};
-pub use memory::{Gathering, peak_memory, scratch_bytes};
+pub use memory::{peak_memory, scratch_bytes};
 pub use mixture::{MIXTURES, Mixture, mixture};
 pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
 pub use read::{GgufSource, is_gguf, open};
-pub use run::{GgufReport, GgufTensorReport, write_tensors};
+pub use run::{GgufInputs, GgufReport, GgufTensorReport, write_tensors};
+pub use steps::Steps;
 
 use crate::checkpoint::ModelDirectory;
 use crate::digest::sha256_hex;
@@ -117,10 +120,11 @@ impl GgufPlan {
         &self,
         directory: &ModelDirectory,
         importance: Option<&Importance>,
+        steps: Option<&Steps>,
         program: &Program,
     ) -> serde_json::Value {
         let importance = importance.map(|im| sha256_hex(im.to_dat()));
-        json!({
+        let mut print = json!({
             "program": program,
             "config_sha256": sha256_hex(json!(directory.config()).to_string()),
             "format": FORMAT,
@@ -128,6 +132,10 @@ impl GgufPlan {
             "importance": importance,
             "search": format!("{:?}", self.request.search),
             "gptq": self.request.gptq.map(|settings| settings.described()),
-        })
+        });
+        if let Some(steps) = steps {
+            print["steps"] = json!({ "names": self.request.steps(), "factors_sha256": steps.digest() });
+        }
+        print
     }
 }

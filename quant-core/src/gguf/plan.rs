@@ -15,6 +15,7 @@ use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::Pattern;
 use crate::scheme::{Granularity, WeightFormat};
+use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
 
 /// The options of a run.
@@ -35,6 +36,11 @@ pub struct GgufRequest {
     pub weighted: bool,
     /// How scales are searched for.
     pub search: BlockSearch,
+    /// Steps that rewrite the float weights of blocks before rounding; they
+    /// [support blocks](Transform::supports_blocks).
+    pub transforms: Vec<&'static dyn Transform>,
+    /// Settings of these steps.
+    pub settings: TransformSettings,
     /// Settings of GPTQ, if codes compensate each other's rounding errors.
     pub gptq: Option<GptqSettings>,
 }
@@ -43,6 +49,16 @@ impl GgufRequest {
     pub(super) fn largest_value(&self) -> u64 {
         let kinds = self.overrides.iter().map(|(_, kind)| *kind).chain([self.mixture.base]);
         kinds.map(|kind| kind.bytes.div_ceil(kind.elements) as u64).max().unwrap_or(4)
+    }
+
+    /// The names of the steps before rounding.
+    pub fn steps(&self) -> Vec<&'static str> {
+        self.transforms.iter().map(|t| t.name()).collect()
+    }
+
+    /// Whether the method needs a calibration text.
+    pub fn needs_text(&self) -> bool {
+        self.gptq.is_some() || !self.transforms.is_empty()
     }
 
     /// Whether a requested type needs an importance matrix.
@@ -94,6 +110,14 @@ impl PlannedTensor {
     pub(super) fn keeps_columns(&self) -> bool {
         let Source::Stored { view, .. } = &self.source else { return true };
         view.columns == RowOrder::AsStored && !matches!(view.order, RowOrder::Transposed { .. })
+    }
+
+    /// The column of the checkpoint's tensor at this column of the file.
+    pub(super) fn stored_column(&self, column: usize) -> usize {
+        match &self.source {
+            Source::Stored { view, .. } => view.columns.stored(column),
+            _ => column,
+        }
     }
 
     /// The size of the data in bytes.
@@ -204,6 +228,17 @@ impl GgufPlan {
                 format!("{fault}:{}{more}", listed.concat()),
                 "set ‹allow_fallback› to use the fallback types of llama-quantize (Q5_0 for Q4_K), which have smaller blocks \
                 and more bits; or set a type with a suitable block size with ‹override›",
+            ));
+        }
+        let kept = tensors.iter().find(|t| t.keeps_codes()).filter(|_| !request.transforms.is_empty());
+        if let Some(kept) = kept {
+            return Err(Error::usage(
+                format!(
+                    "the steps {} cannot rewrite `{}`, because its codes are kept",
+                    request.steps().join(", "),
+                    kept.name
+                ),
+                "add ‹requantize›, or omit ‹method›",
             ));
         }
         let is_quantized = tensors.iter().any(|t| !t.kind.is_float());

@@ -11,9 +11,11 @@ use super::curvature::Curvature;
 use super::imatrix::Importance;
 use super::plan::{GgufPlan, PlannedTensor};
 use super::rows::{Source, matrix, read_rows};
+use super::steps::Steps;
 use crate::blocks::{BlockSearch, BlockType, repack_mxfp4};
 use crate::model::Model;
 use crate::quantize::gptq::{Factor, encode_blocks};
+use crate::transform::FoldRecord;
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 pub(super) const CHUNK_VALUES: usize = 1 << 22;
@@ -38,6 +40,9 @@ pub struct GgufTensorReport {
     pub keeps_codes: bool,
     /// Whether errors were weighted by an importance matrix.
     pub weighted: bool,
+    /// The steps that multiplied columns of the weight before it was encoded.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<String>,
     /// `gptq` if codes compensate each other's rounding errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
@@ -55,6 +60,9 @@ pub struct GgufReport {
     pub schema: &'static str,
     /// The mixture.
     pub mixture: &'static str,
+    /// How steps before rounding chose the scales of channels.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub folds: Vec<FoldRecord>,
     /// All tensors, in file order.
     pub tensors: Vec<GgufTensorReport>,
 }
@@ -75,6 +83,17 @@ impl GgufReport {
     }
 }
 
+/// The inputs of a run, besides its plan.
+#[derive(Clone, Copy)]
+pub struct GgufInputs<'a> {
+    /// The model, as the steps before rounding have rewritten it.
+    pub model: &'a Model,
+    /// The importance of the inputs of this model's linears.
+    pub importance: Option<&'a Importance>,
+    /// What the steps before rounding have found, if there are any.
+    pub steps: Option<&'a Steps>,
+}
+
 /// Writes every tensor of a plan. Tensors that `sink` has from an interrupted run are not encoded again. With
 /// `curvature`, weights that have an importance and a Hessian factor are encoded by GPTQ.
 ///
@@ -84,13 +103,13 @@ impl GgufReport {
 /// of reading tensors, of `curvature` and of `sink`.
 pub fn write_tensors(
     plan: &GgufPlan,
-    model: &Model,
-    importance: Option<&Importance>,
+    inputs: GgufInputs<'_>,
     mut curvature: Option<&mut Curvature<'_>>,
     sink: &mut dyn TensorSink,
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<GgufReport> {
+    let GgufInputs { model, importance, steps } = inputs;
     let units = plan.tensors.len() as u64;
     observer.event(&Event::StageStarted { stage: "encode and write", unit: "tensor", units });
     let mut reports = Vec::with_capacity(plan.tensors.len());
@@ -102,9 +121,11 @@ pub fn write_tensors(
             None => Vec::new(),
         };
         let search = plan.request.search;
+        let is_rewritten = steps.is_some_and(|steps| tensor.sources().iter().any(|name| steps.changes(name)));
         let mut writer = Writer {
             tensor,
             search,
+            steps: if is_rewritten { plan.request.steps() } else { Vec::new() },
             importance,
             factors,
             sink,
@@ -117,12 +138,18 @@ pub fn write_tensors(
         observer.event(&Event::UnitDone { detail: tensor.name.clone() });
     }
     observer.event(&Event::StageDone);
-    Ok(GgufReport { schema: "quant-gguf-report/1", mixture: plan.request.mixture.name, tensors: reports })
+    Ok(GgufReport {
+        schema: "quant-gguf-report/1",
+        mixture: plan.request.mixture.name,
+        folds: steps.map(|steps| steps.folds().to_vec()).unwrap_or_default(),
+        tensors: reports,
+    })
 }
 
 struct Writer<'a> {
     tensor: &'a PlannedTensor,
     search: BlockSearch,
+    steps: Vec<&'static str>,
     /// The importance of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
     factors: Vec<Option<Arc<Factor>>>,
@@ -225,6 +252,7 @@ impl Writer<'_> {
             bytes: self.tensor.bytes(),
             keeps_codes,
             weighted: self.importance.is_some(),
+            steps: self.steps.iter().map(|step| (*step).to_owned()).collect(),
             // Without importance, values are encoded by the search.
             method: (self.factors.iter().any(Option::is_some) && self.importance.is_some())
                 .then(|| "gptq".to_owned()),
@@ -259,11 +287,7 @@ impl Writer<'_> {
         }
         let (kind, search) = (self.tensor.kind, self.search);
         let row_bytes = row_bytes(kind, columns)?;
-        let importance = self.importance.as_ref().map(|im| {
-            // There is either one importance vector for all matrices, or one per matrix.
-            let matrices = im.len() / columns.max(1);
-            &im[index.min(matrices.saturating_sub(1)) * columns..][..columns]
-        });
+        let importance = self.importance.as_ref().map(|all| Importance::of_matrix(all, index, columns));
         let mut bytes = vec![0; values.len() / columns.max(1) * row_bytes];
         let factor = self.factors.get(index).and_then(Option::as_ref);
         match (factor, importance) {

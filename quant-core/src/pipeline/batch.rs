@@ -183,9 +183,18 @@ impl Batch {
         let grids: Vec<_> =
             open.iter().map(|&i| grids(conveyors[i].job().plan, conveyors[i].entries(span))).collect();
         let experts_apart = self.order(job, &block).is_some();
-        let context =
-            Context { job, prefix: &prefix, norm_dtypes: &norm_dtypes, ranges: &ranges, experts_apart };
-        let rewrites = self.search(&context, [&block, &watched], &grids)?;
+        let context = Context {
+            prefix: &prefix,
+            settings: &job.plan.settings,
+            smoothing: job.model.architecture().smoothing,
+            norm_dtypes: &norm_dtypes,
+            ranges: &ranges,
+            block_grids: &BTreeMap::new(),
+            experts_apart,
+            observer: job.observer,
+            cancel: job.cancel,
+        };
+        let rewrites = self.search(job, &context, [&block, &watched], &grids)?;
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
             let inputs = context.input_grids(&block, grids, &rewrite)?;
@@ -198,7 +207,8 @@ impl Batch {
             let routed = routed_to_linears(block.graph(), &unrouted);
             let decision = Decision { rewrite, inputs, routed, cached };
             if let Some(which) = self.passes.rounding {
-                let run = self.rounding(&context, &block, grids, (&decision, &unrouted), which, advance)?;
+                let run =
+                    self.rounding((job, &prefix), &block, grids, (&decision, &unrouted), which, advance)?;
                 round(job, run, &mut conveyors[i], span, &decision, (&block, grids))?;
             }
             decisions.insert(i, decision);
@@ -239,11 +249,11 @@ impl Batch {
     /// tokens.
     fn search(
         &mut self,
-        context: &Context<'_, '_>,
+        job: &Job<'_>,
+        context: &Context<'_>,
         [block, watched]: [&Block; 2],
         grids: &[BTreeMap<NodeId, LinearGrid>],
     ) -> Result<Vec<Rewrite>> {
-        let job = context.job;
         let states = self.passes.search.and_then(|which| self.states.of(which));
         if states.is_some() && !context.experts_apart {
             timed(job.observer, reading(job), || block.load())?;
@@ -343,14 +353,13 @@ impl Batch {
     /// Begins to round the rewritten block on these states.
     fn rounding<'a>(
         &'a mut self,
-        context: &Context<'a, '_>,
+        (job, prefix): (&'a Job<'_>, &'a str),
         block: &Block,
         grids: &'a BTreeMap<NodeId, LinearGrid>,
         (decision, unrouted): (&'a Decision, &'a BTreeMap<NodeId, u64>),
         which: States,
         advance: bool,
     ) -> Result<Box<dyn StagedRounding + 'a>> {
-        let job = context.job;
         let states = self.states.of(which);
         let states =
             states.ok_or_else(|| Error::Internal("a rounding needs states, but there is no batch".into()))?;
@@ -359,7 +368,7 @@ impl Batch {
             timed(job.observer, reading(job), || block.load())?;
         }
         let task = RoundingTask {
-            prefix: context.prefix,
+            prefix,
             block: decision.rewrite.apply(block)?,
             grids,
             rewrite: &decision.rewrite,

@@ -4,36 +4,43 @@ use std::collections::BTreeMap;
 
 use quant_kernels_cpu::StaticScale;
 
-use super::Job;
 use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, Model, NodeId};
 use crate::recipe::{Action, Plan, PlanEntry};
-use crate::transform::{BlockTask, LinearGrid, Rewrite, Transform};
-use crate::{Error, Result};
+use crate::transform::{BlockGrid, BlockTask, LinearGrid, Rewrite, Transform, TransformSettings};
+use crate::{CancelToken, Error, Observer, Result};
 use quant_formats::timed;
 
-pub(super) struct Context<'a, 'j> {
-    pub(super) job: &'a Job<'j>,
-    pub(super) prefix: &'a str,
-    pub(super) norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
+/// What the tasks of all searches in a block have in common.
+pub(crate) struct Context<'a> {
+    pub(crate) prefix: &'a str,
+    pub(crate) settings: &'a TransformSettings,
+    /// The family's default exponent for SmoothQuant.
+    pub(crate) smoothing: f32,
+    pub(crate) norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
     /// The ranges of the inputs of linears, in the block as stored in the checkpoint.
-    pub(super) ranges: &'a BTreeMap<NodeId, ChannelRanges>,
-    pub(super) experts_apart: bool,
+    pub(crate) ranges: &'a BTreeMap<NodeId, ChannelRanges>,
+    /// The linears that become blocks of a GGUF file.
+    pub(crate) block_grids: &'a BTreeMap<NodeId, BlockGrid>,
+    pub(crate) experts_apart: bool,
+    pub(crate) observer: &'a dyn Observer,
+    pub(crate) cancel: &'a CancelToken,
 }
 
-impl Context<'_, '_> {
+impl Context<'_> {
     fn task<'t>(&'t self, block: &'t Block, grids: &'t BTreeMap<NodeId, LinearGrid>) -> BlockTask<'t> {
         BlockTask {
             prefix: self.prefix,
             block,
             grids,
+            block_grids: self.block_grids,
             norm_dtypes: self.norm_dtypes,
-            settings: &self.job.plan.settings,
-            smoothing: self.job.model.architecture().smoothing,
+            settings: self.settings,
+            smoothing: self.smoothing,
             ranges: self.ranges,
             experts_apart: self.experts_apart,
-            cancel: self.job.cancel,
+            cancel: self.cancel,
         }
     }
 
@@ -57,9 +64,9 @@ impl Context<'_, '_> {
 /// Searches the rewrite of the block for every task, one task per element of `grids`. `states` is the input of the
 /// block, if a transform needs it. If `advance` is set, there must be only one transform, which replaces the states
 /// with the output of the float block.
-pub(super) fn search_rewrites(
+pub(crate) fn search_rewrites(
     transforms: &[&dyn Transform],
-    context: &Context<'_, '_>,
+    context: &Context<'_>,
     block: &Block,
     grids: &[BTreeMap<NodeId, LinearGrid>],
     mut states: Option<&mut HiddenStates>,
@@ -69,7 +76,7 @@ pub(super) fn search_rewrites(
         return Ok(grids.iter().map(|_| Rewrite::default()).collect());
     };
     let tasks: Vec<_> = grids.iter().map(|grids| context.task(block, grids)).collect();
-    let observer = context.job.observer;
+    let observer = context.observer;
     let mut rewrites = one_per_task(first, tasks.len(), || {
         timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), advance))
     })?;

@@ -15,10 +15,10 @@ use super::outputs::given_up;
 use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
-use crate::calibrate::{Residence, Spill, TokenWindows};
+use crate::calibrate::{HiddenStates, Residence, Sampling, Spill, TokenWindows};
 use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
 use crate::gguf::{
-    Curvature, Gathering, GgufPlan, GgufReport, GgufRequest, Importance, peak_memory, scratch_bytes,
+    Curvature, GgufInputs, GgufPlan, GgufReport, GgufRequest, Importance, Steps, peak_memory, scratch_bytes,
     write_tensors,
 };
 use crate::model::Model;
@@ -45,7 +45,8 @@ pub struct GgufDone {
     pub seconds: f64,
 }
 
-fn gathers(request: &QuantizeRequest) -> bool {
+/// Whether a run reads a calibration text.
+fn reads_text(request: &QuantizeRequest) -> bool {
     request.calibration.is_some() || request.settings.gguf.save_imatrix.is_some()
 }
 
@@ -64,11 +65,15 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
             "use a directory as the output, or omit ‹split_max_size›",
         ));
     }
-    check_importance(settings, gathers(request))?;
     // Checked here rather than after calibration.
-    if settings.gguf_request(true)?.gptq.is_some() && !gathers(request) {
+    let needs_text = settings.gguf_request(true)?.needs_text();
+    check_importance(settings, reads_text(request), needs_text)?;
+    if needs_text && !reads_text(request) {
         return Err(Error::usage(
-            "GPTQ needs a calibration text, but ‹calibration› is missing",
+            format!(
+                "method `{}` needs a calibration text, but ‹calibration› is missing",
+                settings.method.as_deref().unwrap_or_default()
+            ),
             "set ‹calibration›, for example ‹calibration=builtin›",
         ));
     }
@@ -86,25 +91,24 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
 
 pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<'_>) -> Result<GgufDone> {
     let settings = &request.settings;
-    let gptq = settings.gguf_request(true)?.gptq.is_some();
     let opened = source(&request.model, settings, &request.extensions, host)?;
     refuse_overlap(opened.directory.path(), &request.output)?;
-    let spill = spill(request, &opened, gptq, host)?;
+    let spill = spill(request, &opened, host)?;
     let default = Text::Named(BUILTIN.to_owned());
     let text = request.calibration.as_ref().unwrap_or(&default);
-    let windows = match gathers(request) {
+    let windows = match reads_text(request) {
         true => Some(calibration(&opened, text, sampling(settings)?, host)?),
         false => None,
     };
-    let batch = windows.as_ref().map(|windows| (windows, spill.as_ref()));
-    let importance = importance(settings, text.name(), &opened, batch, host)?;
+    let mut batch = windows.as_ref().map(|windows| Batch { windows, spill: spill.as_ref(), states: None });
+    let importance = importance(settings, text.name(), &opened, batch.as_mut(), host)?;
     let (importance, origin) = match importance {
         Some((importance, origin)) => (Some(importance), origin),
         None => (None, String::new()),
     };
     let request_of_file = settings.gguf_request(importance.is_some())?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, request_of_file)?;
-    let importance = importance.map(|mut im| {
+    let mut importance = importance.map(|mut im| {
         im.fit(&plan.tensors);
         im
     });
@@ -121,30 +125,66 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
             "use an importance matrix of the same model",
         ));
     }
-    let mut curvature = match (plan.request.gptq, &windows) {
-        (Some(settings), Some(windows)) => {
-            Some(Curvature::new(&opened.model, windows, spill.as_ref(), settings, host.cancel)?)
+    let steps = match batch.as_mut().filter(|_| !plan.request.transforms.is_empty()) {
+        Some(batch) => {
+            let states = batch.embedded(&opened.model)?;
+            let (model, observer) = (&opened.model, host.observer);
+            Some(Steps::search(&plan, model, states, importance.as_ref(), observer, host.cancel)?)
+        }
+        None => None,
+    };
+    if let Some(steps) = &steps {
+        importance = importance.map(|importance| steps.importance(importance, &plan.tensors));
+    }
+    let model = steps.as_ref().map_or(&opened.model, Steps::model);
+    let mut curvature = match (plan.request.gptq, batch) {
+        (Some(settings), Some(batch)) => {
+            Some(Curvature::new(model, batch.into_embedded(model)?, settings, host.cancel)?)
         }
         _ => None,
     };
-    let weighing = (importance.as_ref(), curvature.as_mut());
-    let (published, report) = write(&plan, &opened, weighing, &origin, request, host)?;
+    let inputs = GgufInputs { model, importance: importance.as_ref(), steps: steps.as_ref() };
+    let (published, report) = write(&plan, &opened, (inputs, curvature.as_mut()), &origin, request, host)?;
     let bytes_before = opened.directory.source().file_bytes();
     drop(curvature);
     Ok(GgufDone { plan, published, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
 }
 
+/// The calibration batch, which passes through the model several times with the same memory.
+struct Batch<'a> {
+    windows: &'a TokenWindows,
+    spill: Option<&'a Spill>,
+    states: Option<HiddenStates>,
+}
+
+impl Batch<'_> {
+    /// The embeddings of the batch, for the next pass.
+    fn embedded(&mut self, model: &Model) -> Result<&mut HiddenStates> {
+        match &mut self.states {
+            Some(states) => {
+                states.restart(model, self.windows)?;
+                Ok(states)
+            }
+            states => Ok(states.insert(HiddenStates::embed_in(model, self.windows, self.spill)?)),
+        }
+    }
+
+    fn into_embedded(mut self, model: &Model) -> Result<HiddenStates> {
+        self.embedded(model)?;
+        self.states.ok_or_else(|| Error::Internal("the batch has no states".into()))
+    }
+}
+
 /// Checks the memory budget. Hidden states that do not fit are kept in unnamed files next to the output.
-fn spill(request: &QuantizeRequest, opened: &Opened, gptq: bool, host: &Host<'_>) -> Result<Option<Spill>> {
-    let gathering = match gathers(request) {
-        true => Some(Gathering { sampling: sampling(&request.settings)?, hessians: gptq }),
+fn spill(request: &QuantizeRequest, opened: &Opened, host: &Host<'_>) -> Result<Option<Spill>> {
+    let sampling = match reads_text(request) {
+        true => Some(sampling(&request.settings)?),
         false => None,
     };
     let file = request.settings.gguf_request(true)?;
     let further = further_bytes(&request.settings, opened);
-    let peak =
-        |residence| peak_memory(&opened.model, &file, gathering.as_ref(), residence).saturating_add(further);
-    let scratch = gathering.map_or(0, |gathering| scratch_bytes(&opened.model, &gathering));
+    let peak = |residence| peak_memory(&opened.model, &file, sampling, residence).saturating_add(further);
+    let scratch = sampling.map_or(0, |sampling| scratch_bytes(&opened.model, sampling));
     let (residence, note) = residence_by(peak, scratch, request.memory_budget)?;
     if let Some(note) = note {
         host.note(note);
@@ -184,7 +224,7 @@ fn importance(
     settings: &RecipeSettings,
     text: &str,
     opened: &Opened,
-    batch: Option<(&TokenWindows, Option<&Spill>)>,
+    batch: Option<&mut Batch<'_>>,
     host: &Host<'_>,
 ) -> Result<Option<(Importance, String)>> {
     let gguf = &settings.gguf;
@@ -197,8 +237,9 @@ fn importance(
     if let Some(path) = &gguf.imatrix {
         return Ok(Some((Importance::read(path)?, path.display().to_string())));
     }
-    let Some((windows, spill)) = batch else { return Ok(None) };
-    let found = Importance::gather(&opened.model, windows, spill, text, host.observer, host.cancel)?;
+    let Some(batch) = batch else { return Ok(None) };
+    let states = batch.embedded(&opened.model)?;
+    let found = Importance::gather(&opened.model, states, text, host.observer, host.cancel)?;
     if let Some(path) = &gguf.save_imatrix {
         let bytes = match path.extension() == Some(OsStr::new("dat")) {
             true => found.to_dat(),
@@ -214,7 +255,7 @@ fn importance(
 fn write(
     plan: &GgufPlan,
     opened: &Opened,
-    (importance, curvature): (Option<&Importance>, Option<&mut Curvature<'_>>),
+    (inputs, curvature): (GgufInputs<'_>, Option<&mut Curvature<'_>>),
     origin: &str,
     request: &QuantizeRequest,
     host: &Host<'_>,
@@ -228,8 +269,8 @@ fn write(
     let options = WriteOptions {
         force: request.force,
         resume: request.resume,
-        fingerprint: plan.fingerprint(&opened.directory, importance, &host.program()?),
-        archive: Arc::new(plan.archive(&file_name, split.is_some(), importance, origin)),
+        fingerprint: plan.fingerprint(&opened.directory, inputs.importance, inputs.steps, &host.program()?),
+        archive: Arc::new(plan.archive(&file_name, split.is_some(), inputs.importance, origin)),
         single_file,
         max_shard_bytes: split.unwrap_or(WriteOptions::default().max_shard_bytes),
         ..WriteOptions::default()
@@ -239,13 +280,12 @@ fn write(
         host.note(note.as_str());
     }
     let (observer, cancel) = (host.observer, host.cancel);
-    let outcome = write_tensors(plan, &opened.model, importance, curvature, &mut writer, observer, cancel)
-        .and_then(|report| {
-            if !single_file {
-                writer.add_file(REPORT, report.to_json()?.as_bytes())?;
-            }
-            Ok(report)
-        });
+    let outcome = write_tensors(plan, inputs, curvature, &mut writer, observer, cancel).and_then(|report| {
+        if !single_file {
+            writer.add_file(REPORT, report.to_json()?.as_bytes())?;
+        }
+        Ok(report)
+    });
     let report = match outcome {
         Ok(report) => report,
         Err(error) => return Err(given_up(vec![writer], error)),
@@ -287,15 +327,15 @@ pub struct GgufNeeds {
 }
 
 impl GgufNeeds {
-    fn of(model: &Model, request: &GgufRequest, gathering: Option<&Gathering>, further: u64) -> Self {
+    fn of(model: &Model, request: &GgufRequest, sampling: Option<Sampling>, further: u64) -> Self {
         let files = Residence::Files { round_bytes: 0, experts_apart: false };
-        let peak = |residence| peak_memory(model, request, gathering, residence).saturating_add(further);
+        let peak = |residence| peak_memory(model, request, sampling, residence).saturating_add(further);
         let [memory, in_files] = [peak(Residence::Memory), peak(files)];
         Self {
             peak_memory_bytes: memory,
             smallest_budget_bytes: in_files.min(memory),
-            scratch_bytes: match gathering {
-                Some(gathering) if in_files < memory => scratch_bytes(model, gathering),
+            scratch_bytes: match sampling {
+                Some(sampling) if in_files < memory => scratch_bytes(model, sampling),
                 _ => 0,
             },
         }
@@ -318,15 +358,15 @@ pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Re
     // Types may depend on whether there is an importance matrix.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
     let weighted = settings.gguf_request(true)?;
-    let calibrates = weighted.gptq.is_some() || weighted.needs_importance() && importance.is_none();
+    let calibrates = weighted.needs_text() || weighted.needs_importance() && importance.is_none();
     let request = settings.gguf_request(calibrates || importance.is_some())?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, request)?;
-    let gathering = Gathering { sampling: sampling(settings)?, hessians: weighted.gptq.is_some() };
+    let sampling = sampling(settings)?;
     let further = further_bytes(settings, &opened);
-    let of = |gathering| GgufNeeds::of(&opened.model, &plan.request, gathering, further);
-    let needs = of(calibrates.then_some(&gathering));
+    let of = |sampling| GgufNeeds::of(&opened.model, &plan.request, sampling, further);
+    let needs = of(calibrates.then_some(sampling));
     let may_calibrate = !calibrates && importance.is_none() && opened.model.quant_method().is_none();
-    let calibrated = may_calibrate.then(|| of(Some(&gathering)));
+    let calibrated = may_calibrate.then(|| of(Some(sampling)));
     let input_bytes = opened.directory.source().file_bytes();
     Ok(GgufPlanned { plan, input_bytes, needs, calibrated })
 }

@@ -9,10 +9,12 @@ use super::settings::{Given, RecipeSettings, set_twice};
 use crate::blocks::{BLOCK_TYPES, BlockSearch, BlockType, block_type};
 use crate::calibrate::{Packing, Sampling};
 use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
+use crate::model::Preparation;
 use crate::names::unknown;
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::{Extensions, Pattern, no_key, step_of};
+use crate::recipe::{Extensions, METHODS, Method, Pattern, no_key, step_of};
 use crate::round::BlockRounding;
+use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
 
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
@@ -99,56 +101,97 @@ impl RecipeSettings {
             })?;
             Ok((Pattern::new(pattern)?, kind_of(kind)?))
         });
-        Ok(GgufRequest {
+        let GgufMethod { transforms, settings, gptq } = self.gguf_method()?;
+        let request = GgufRequest {
             mixture: mixture(self.scheme.as_deref().unwrap_or(DEFAULT_MIXTURE))?,
             overrides: overrides.collect::<Result<_>>()?,
             ignore: self.ignore.iter().map(|text| Pattern::new(text)).collect::<Result<_>>()?,
             pre: self.gguf.pre.clone(),
             allow_fallback: self.gguf.allow_fallback,
             weighted,
-            gptq: self.gguf_method()?,
+            transforms,
+            settings,
+            gptq,
             search: match self.gguf.reference_search {
                 true => BlockSearch::Reference,
                 false => BlockSearch::Refined,
             },
-        })
+        };
+        if request.is_float() && !request.transforms.is_empty() {
+            return Err(Error::usage(
+                format!(
+                    "the steps {} have no effect on {}: no weight is rounded to blocks",
+                    request.steps().join(", "),
+                    request.mixture.name
+                ),
+                "omit ‹method›, or choose a type with blocks as ‹scheme›",
+            ));
+        }
+        Ok(request)
     }
 
-    /// Returns the settings of GPTQ if the method compensates errors.
-    fn gguf_method(&self) -> Result<Option<GptqSettings>> {
-        let Some(method) = self.method.as_deref() else { return Ok(None) };
-        let rounding = Extensions::default().rounding(method);
-        let given = self.gguf_keys(method)?;
-        let applies = match rounding.map(|rounding| rounding.blocks()) {
-            Some(BlockRounding::Nearest) => {
-                return match given.first() {
-                    Some((key, _)) => Err(no_key(method, key, &[])),
-                    None => Ok(None),
-                };
+    /// Returns the steps of the method, and the settings of GPTQ if it compensates errors.
+    fn gguf_method(&self) -> Result<GgufMethod> {
+        let mut found = GgufMethod::default();
+        let Some(name) = self.method.as_deref() else { return Ok(found) };
+        let method = Extensions::default().method(name)?;
+        let rounding = method.rounding.blocks();
+        let unsupported = method.preparation.map(Preparation::name);
+        let unsupported = unsupported.or_else(|| {
+            let transform = method.transforms.iter().find(|t| !t.supports_blocks()).map(|t| t.name());
+            transform.or((rounding == BlockRounding::Unsupported).then(|| method.rounding.name()))
+        });
+        if let Some(step) = unsupported {
+            let named = METHODS.iter().filter(|method| is_supported(method)).map(|method| &*method.name);
+            return Err(Error::usage(
+                format!(
+                    "method `{name}` is not supported for GGUF files: `{step}` does not take account of the scales of \
+                     blocks"
+                ),
+                format!(
+                    "choose one of {}, or omit ‹method› to round to nearest",
+                    named.collect::<Vec<_>>().join(", ")
+                ),
+            ));
+        }
+        for transform in method.transforms.iter() {
+            let (step, keys) = (transform.name(), transform.keys());
+            for (key, value) in self.gguf_keys(step)? {
+                if !keys.iter().any(|known| known.name == key) {
+                    return Err(no_key(step, key, &keys));
+                }
+                transform.set(key, &value, &mut found.settings)?;
             }
-            Some(BlockRounding::Compensated(applies)) => applies,
-            _ => {
-                return Err(Error::usage(
-                    format!("method `{method}` is not supported for GGUF files"),
-                    "choose gptq, or omit ‹method› to round to nearest",
-                ));
-            }
+        }
+        found.transforms = method.transforms.to_vec();
+        found.gptq = self.gguf_compensation(method.rounding.name(), rounding)?;
+        Ok(found)
+    }
+
+    /// Returns the settings of GPTQ if the rounding compensates errors.
+    fn gguf_compensation(&self, name: &str, rounding: BlockRounding) -> Result<Option<GptqSettings>> {
+        let given = self.gguf_keys(name)?;
+        let BlockRounding::Compensated(applies) = rounding else {
+            return match given.first() {
+                Some((key, _)) => Err(no_key(name, key, &[])),
+                None => Ok(None),
+            };
         };
         let mut settings = GptqSettings::default();
         let keys = GptqSettings::keys();
         for (key, value) in given {
             let known = keys.iter().find(|known| known.name == key);
-            let known = known.ok_or_else(|| no_key(method, key, &keys))?;
+            let known = known.ok_or_else(|| no_key(name, key, &keys))?;
             if !applies.contains(&key) {
                 let names = applies.join(", ");
                 return Err(Error::usage(
                     format!(
-                        "`{key}` of `{method}` has no effect with ‹format={}›: only {names} applies to the blocks of \
+                        "`{key}` of `{name}` has no effect with ‹format={}›: only {names} applies to the blocks of \
                          GGUF files",
                         gguf::FORMAT
                     ),
                     match known.setting {
-                        Some(setting) => format!("leave it out (‹{setting}›, or ‹steps={method}.{key}›)"),
+                        Some(setting) => format!("leave it out (‹{setting}›, or ‹steps={name}.{key}›)"),
                         None => "leave it out".to_owned(),
                     },
                 ));
@@ -158,22 +201,28 @@ impl RecipeSettings {
         settings.check()?;
         if self.gguf.reference_search {
             return Err(Error::usage(
-                format!("‹reference_search› and ‹method={method}› cannot be combined"),
+                format!("‹reference_search› and `{name}` cannot be combined"),
                 "leave one of them out",
             ));
         }
         Ok(Some(settings))
     }
 
-    /// The given keys of the rounding `method`, from its own settings and from `steps`.
-    fn gguf_keys(&self, method: &str) -> Result<Vec<(&str, Value)>> {
-        let of_steps = self.steps.get(method).into_iter().flatten();
+    /// Whether the method has this step or rounding.
+    fn has_step(&self, step: &str) -> bool {
+        let method = self.method.as_deref().and_then(|name| Extensions::default().method(name).ok());
+        method.is_some_and(|method| method.rounding.name() == step || method.steps().contains(&step))
+    }
+
+    /// The given keys of a step or of a rounding, from its own settings and from `steps`.
+    fn gguf_keys(&self, step: &str) -> Result<Vec<(&str, Value)>> {
+        let of_steps = self.steps.get(step).into_iter().flatten();
         let mut keys: Vec<(&str, Value)> =
             of_steps.map(|(key, value)| (key.as_str(), value.clone())).collect();
         for (setting, given) in self.keys_by_name() {
-            let Some((_, key)) = step_of(setting).filter(|(step, _)| *step == method) else { continue };
+            let Some((_, key)) = step_of(setting).filter(|(of, _)| *of == step) else { continue };
             if keys.iter().any(|(known, _)| *known == key.name) {
-                return Err(set_twice(setting, method, key.name));
+                return Err(set_twice(setting, step, key.name));
             }
             if let Given::Value(value) = given {
                 keys.push((key.name, value));
@@ -191,16 +240,30 @@ impl RecipeSettings {
             ("symmetric", self.symmetric == Some(true)),
             ("asymmetric", self.symmetric == Some(false)),
             ("skip", !self.skip.is_empty()),
-            ("steps", self.steps.keys().any(|step| self.method.as_deref() != Some(step))),
+            ("steps", self.steps.keys().any(|step| !self.has_step(step))),
             ("scale_search", self.scale_search.is_some()),
         ];
         let given = all.into_iter().filter(|(_, given)| *given).map(|(name, _)| name);
         // Keys of the method are checked with its settings.
-        let of_other =
-            |name: &&str| step_of(name).is_none_or(|(step, _)| self.method.as_deref() != Some(step));
+        let of_other = |name: &&str| step_of(name).is_none_or(|(step, _)| !self.has_step(step));
         let keys = self.keys_by_name().into_iter().map(|(name, _)| name);
         given.chain(keys.filter(of_other)).collect()
     }
+}
+
+/// The method of a run that writes a GGUF file.
+#[derive(Default)]
+struct GgufMethod {
+    transforms: Vec<&'static dyn Transform>,
+    settings: TransformSettings,
+    gptq: Option<GptqSettings>,
+}
+
+/// Whether GGUF files can be written with a method.
+fn is_supported(method: &Method) -> bool {
+    method.preparation.is_none()
+        && method.transforms.iter().all(|t| t.supports_blocks())
+        && method.rounding.blocks() != BlockRounding::Unsupported
 }
 
 fn mixture(name: &str) -> Result<&'static Mixture> {
@@ -217,7 +280,10 @@ fn kind_of(name: &str) -> Result<&'static BlockType> {
     })
 }
 
-pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Result<()> {
+/// Checks the settings of importance matrices and of the text. `reads`: whether there is a text; `needs`: whether the
+/// method needs one, apart from an importance matrix.
+pub(super) fn check_importance(options: &RecipeSettings, reads: bool, needs: bool) -> Result<()> {
+    let gathers = options.gguf.save_imatrix.is_some() || reads && !needs;
     if gathers && options.gguf.imatrix.is_some() {
         return Err(Error::usage(
             "‹imatrix› gives an importance matrix, but ‹calibration› or ‹save_imatrix› would compute one",
@@ -243,7 +309,7 @@ pub(super) fn check_importance(options: &RecipeSettings, gathers: bool) -> Resul
             "leave it out",
         ));
     }
-    match sampling.into_iter().find(|(_, given)| *given && !gathers) {
+    match sampling.into_iter().find(|(_, given)| *given && !reads) {
         Some((option, _)) => Err(Error::usage(
             format!("‹{option}› has no effect: no calibration text is used"),
             "add ‹calibration›, or leave it out",

@@ -119,7 +119,12 @@ pub(super) fn residence_by(
         return Err(Error::MemoryBudget { needed, budget, available });
     }
     match peak(files) < in_memory {
-        true => Ok((files, Some(note(scratch, in_memory)))),
+        // The rest of the budget is for rounds of searches.
+        true => {
+            let round_bytes = limit.saturating_sub(needed);
+            let files = Residence::Files { round_bytes, experts_apart: false };
+            Ok((files, Some(note(scratch, in_memory))))
+        }
         false => Ok((Residence::Memory, None)),
     }
 }

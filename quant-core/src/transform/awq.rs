@@ -12,7 +12,7 @@
 //! their group's largest ("duo scaling"). The exponent `r` is chosen from a grid of 20, `0, 1/20 … 19/20`, by the error
 //! of the module's output (§3.2 of the paper; duo scaling as in AutoAWQ). No scaling is a candidate too. [`Search`]
 //! determines how candidates are compared. Then each group's range is narrowed if that lowers the linear's own output
-//! error ([`clip`](super::clip)).
+//! error ([`clip`](super::clip)), except for block types, which search for their scales.
 //!
 //! Groups whose channels are repeated (values under grouped-query attention) are not scaled, as in the reference
 //! implementation.
@@ -276,6 +276,11 @@ impl Transform for Awq {
         true
     }
 
+    /// Block types search for their scales, so ranges are not clipped.
+    fn supports_blocks(&self) -> bool {
+        true
+    }
+
     fn takes_experts_apart(&self, graph: &BlockGraph, settings: &TransformSettings) -> bool {
         search_of(settings) == Search::Fast && awq_by_expert::order(graph).is_some()
     }
@@ -305,7 +310,7 @@ impl Transform for Awq {
         let (Some(first), Some(hidden)) = (tasks.first(), hidden) else { return Ok(Vec::new()) };
         let groups: Vec<FoldGroup> = groups(first.block.graph())
             .into_iter()
-            .filter(|g| g.consumers.iter().any(|c| first.grids.contains_key(c)))
+            .filter(|g| g.consumers.iter().any(|c| first.is_rounded(*c)))
             .collect();
         let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
         // The reference search uses the whole batch again.
@@ -469,13 +474,13 @@ fn scales(means: &[f32], relative: &[f32], ratio: f32) -> Vec<f32> {
 /// For every column, the mean of `|w| / max |w| in its group` over the rows of all quantized consumers.
 fn relative_weights(task: &BlockTask<'_>, group: &FoldGroup) -> Result<Vec<f32>> {
     const ROWS: usize = 256;
-    let quantized = || group.consumers.iter().filter_map(|c| task.grids.get(c).map(|g| (*c, g)));
     let mut sums: Vec<f64> = Vec::new();
     let mut rows = 0;
-    for (node, grid) in quantized() {
-        let weight = task.block.linear(node).weight().read()?;
+    for &node in &group.consumers {
+        let weight = task.block.linear(node).weight();
+        let Some(group_size) = task.group_size(node, weight.shape()[1]) else { continue };
+        let weight = weight.read()?;
         let [n, k] = weight.shape();
-        let group_size = grid.scheme.granularity.group_size(k);
         sums.resize(k, 0.0);
         rows += n;
         let mut scratch = Vec::new();

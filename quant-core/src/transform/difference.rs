@@ -14,9 +14,8 @@ use quant_kernels_cpu::bf16::{Bf16Token, LEFT_ROWS, LeftBf16, RIGHT_ROWS, RightB
 use rayon::prelude::*;
 
 use super::BlockTask;
-use super::objective::round_scaled;
+use super::rounding::ScaledRounding;
 use super::rows::StoredValues;
-use super::shared::shared_scales;
 use crate::model::{BlockGraph, CancelTap, FoldGroup, NodeId, Segments, WeightBody};
 use crate::{Error, Result};
 
@@ -157,12 +156,10 @@ impl<'a> Differences<'a> {
         watched: Option<&'a RightBf16>,
     ) -> Result<Self> {
         let difference = |&node: &NodeId| -> Result<Option<RightBf16>> {
-            let Some(&grid) = task.grids.get(&node) else { return Ok(None) };
-            let module = task.module(node);
-            let shared = shared_scales(task, node, scales)?;
+            let Some(rounding) = ScaledRounding::new(task, node, scales)? else { return Ok(None) };
             let packed = pack_right(task.block.linear(node).weight(), |first, rows| {
                 let exact = rows.to_vec();
-                round_scaled(rows, scales, grid, (&shared, first), &module)?;
+                rounding.apply(rows, first)?;
                 rows.iter_mut().zip(exact).for_each(|(d, w)| *d -= w);
                 Ok(())
             })?;

@@ -19,7 +19,9 @@ mod objective;
 mod race;
 mod reorder;
 mod rewrite;
+mod rewritten;
 mod rotate;
+mod rounding;
 mod rows;
 mod sample;
 mod settings;
@@ -41,6 +43,7 @@ pub use clip::Clip;
 pub use fold::fold;
 pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite, StepRecord};
+pub use rewritten::rewritten;
 pub use rotate::{fold_norms, rotate};
 pub use settings::{Alpha, Automatic, SettingsType, StepSettings, TransformSettings};
 pub use smooth::{
@@ -51,6 +54,7 @@ pub use work::{SearchWork, StepContext, Workload};
 
 const SCALE_CANDIDATES: usize = awq::GRID + 1;
 
+use crate::blocks::{BlockSearch, BlockType};
 use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Architecture, Block, BlockGraph, NodeId};
@@ -79,6 +83,22 @@ impl LinearGrid {
     }
 }
 
+/// The blocks of a GGUF file to which a linear's weight will be rounded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BlockGrid {
+    /// The type of the blocks.
+    pub kind: &'static BlockType,
+    /// The search for scales when a candidate is rounded.
+    pub search: BlockSearch,
+    /// The importance of each input channel, which weights squared errors; 1 if `None`.
+    pub importance: Option<Vec<f32>>,
+}
+
+impl BlockGrid {
+    /// The number of adjacent weights that share a scale in most block types.
+    const PART: usize = 32;
+}
+
 /// A block and the information about it that a [`Transform`] needs.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -87,8 +107,11 @@ pub struct BlockTask<'a> {
     pub prefix: &'a str,
     /// The float block.
     pub block: &'a Block,
-    /// The grids of the linears that will be quantized.
+    /// The grids of the linears that will be quantized to a scheme.
     pub grids: &'a BTreeMap<NodeId, LinearGrid>,
+    /// The blocks of the linears that will be quantized to a block type, for transforms that
+    /// [support](Transform::supports_blocks) them.
+    pub block_grids: &'a BTreeMap<NodeId, BlockGrid>,
     /// The dtypes in which norms are stored.
     pub norm_dtypes: &'a BTreeMap<NodeId, Dtype>,
     /// Settings of transforms.
@@ -105,6 +128,7 @@ pub struct BlockTask<'a> {
 }
 
 static NO_GRIDS: BTreeMap<NodeId, LinearGrid> = BTreeMap::new();
+static NO_BLOCKS: BTreeMap<NodeId, BlockGrid> = BTreeMap::new();
 static NO_DTYPES: BTreeMap<NodeId, Dtype> = BTreeMap::new();
 static NO_RANGES: BTreeMap<NodeId, ChannelRanges> = BTreeMap::new();
 
@@ -121,12 +145,26 @@ impl<'a> BlockTask<'a> {
             prefix,
             block,
             grids: &NO_GRIDS,
+            block_grids: &NO_BLOCKS,
             norm_dtypes: &NO_DTYPES,
             settings,
             smoothing: 0.5,
             ranges: &NO_RANGES,
             experts_apart: false,
             cancel,
+        }
+    }
+
+    /// Whether a linear's weight will be rounded.
+    fn is_rounded(&self, node: NodeId) -> bool {
+        self.grids.contains_key(&node) || self.block_grids.contains_key(&node)
+    }
+
+    /// The number of adjacent weights in a row of width `k` that share a scale; `None` if the weight stays float.
+    fn group_size(&self, node: NodeId, k: usize) -> Option<usize> {
+        match self.grids.get(&node) {
+            Some(grid) => Some(grid.scheme.granularity.group_size(k)),
+            None => self.block_grids.get(&node).map(|_| BlockGrid::PART.min(k)),
         }
     }
 
@@ -282,6 +320,12 @@ pub trait Transform: Debug + Send + Sync {
     /// Whether the transform divides the outputs of linears by scales computed from the maxima of activations. Two such
     /// steps repeat each other.
     fn smooths_linears(&self, _settings: &TransformSettings) -> bool {
+        false
+    }
+
+    /// Whether the search takes account of [`BlockTask::block_grids`], and only multiplies columns and divides rows,
+    /// norms and biases. GGUF files are written only with such transforms.
+    fn supports_blocks(&self) -> bool {
         false
     }
 

@@ -10,11 +10,10 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
-use super::shared::shared_scales;
-use super::{BlockTask, LinearGrid};
+use super::BlockTask;
+use super::rounding::ScaledRounding;
 use crate::calibrate::{BatchLayout, HiddenStates, InputRows, gram};
 use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
-use crate::quantize::{SharedScales, fake_quantize_within};
 use crate::{Error, Result, allocate};
 
 const ROW_TILE: usize = 64;
@@ -160,8 +159,7 @@ impl Objective {
             Self::Linear { node, input, tokens } => {
                 let weight = task.block.linear(*node).weight().read()?;
                 let [n, k] = weight.shape();
-                let grid = task.grids[node];
-                let shared = shared_scales(task, *node, scales)?;
+                let Some(rounding) = ScaledRounding::new(task, *node, scales)? else { return Ok(0.0) };
                 let tiles: Vec<Result<f64>> = (0..n.div_ceil(ROW_TILE))
                     .into_par_iter()
                     .map_init(
@@ -171,8 +169,7 @@ impl Objective {
                             let first = rows.start;
                             let exact = weight.rows(rows, scratch)?;
                             let mut difference = exact.to_vec();
-                            let within = (&shared, first);
-                            round_scaled(&mut difference, scales, grid, within, &task.module(*node))?;
+                            rounding.apply(&mut difference, first)?;
                             for (d, w) in difference.iter_mut().zip(exact) {
                                 *d -= w;
                             }
@@ -232,42 +229,16 @@ fn with_counted<T>(
 pub(super) fn candidate_block(task: &BlockTask<'_>, consumers: &[NodeId], scales: &[f32]) -> Result<Block> {
     let mut block = task.block.routed();
     for &node in consumers {
-        let Some(&grid) = task.grids.get(&node) else { continue };
+        let Some(rounding) = ScaledRounding::new(task, node, scales)? else { continue };
         let linear = task.block.linear(node);
         let mut values = linear.weight().to_f32()?;
-        let shared = shared_scales(task, node, scales)?;
-        round_scaled(&mut values, scales, grid, (&shared, 0), &task.module(node))?;
+        rounding.apply(&mut values, 0)?;
         block.replace_linear(
             node,
             linear.with_weight(WeightBody::F32 { shape: linear.weight().shape(), values }),
         );
     }
     Ok(block)
-}
-
-/// Rounds rows `[rows, k]`: `w ← Q(w · s) / s`. `shared` contains the scales that rows of the whole weight share, and
-/// the index of the first row.
-pub(super) fn round_scaled(
-    rows: &mut [f32],
-    scales: &[f32],
-    grid: LinearGrid,
-    shared: (&SharedScales, usize),
-    module: &str,
-) -> Result<()> {
-    let k = scales.len();
-    rows.par_chunks_mut(k * ROW_TILE).for_each(|tile| {
-        for row in tile.chunks_exact_mut(k) {
-            row.iter_mut().zip(scales).for_each(|(w, s)| *w *= s);
-        }
-    });
-    fake_quantize_within(rows, k, (grid.scheme, grid.scale_dtype), None, shared)
-        .map_err(|e| e.within(module, None))?;
-    rows.par_chunks_mut(k * ROW_TILE).for_each(|tile| {
-        for row in tile.chunks_exact_mut(k) {
-            row.iter_mut().zip(scales).for_each(|(w, s)| *w /= s);
-        }
-    });
-    Ok(())
 }
 
 /// `Σ (a − b)²`, summed in fixed pieces and in order.

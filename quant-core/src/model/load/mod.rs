@@ -152,6 +152,20 @@ impl Model {
         Ok(model)
     }
 
+    /// Returns this float model with other tensors of the same names and shapes, which compute the same function.
+    pub(crate) fn with_tensors(&self, source: Arc<dyn TensorSource>) -> Self {
+        Self {
+            architecture: self.architecture.clone(),
+            source,
+            path: self.path.clone(),
+            quantization: None,
+            prepared: self.prepared.clone(),
+            untied_by_preparation: self.untied_by_preparation,
+            kv: self.kv,
+            source_method: self.source_method.clone(),
+        }
+    }
+
     /// Converts a quantized model to a float one, with its dequantized weights in F32. A float model is returned
     /// unchanged.
     ///

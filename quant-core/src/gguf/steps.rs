@@ -1,0 +1,174 @@
+//! The steps of a method before rounding, such as AWQ. They are searched block by block before tensors are written, with
+//! the errors of candidates measured for the block types of the file; the writer then reads a rewritten model.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::sync::Arc;
+
+use super::imatrix::Importance;
+use super::plan::{GgufPlan, PlannedTensor};
+use crate::blocks::BlockSearch;
+use crate::calibrate::HiddenStates;
+use crate::checkpoint::Dtype;
+use crate::digest::sha256_hex;
+use crate::model::{BlockGraph, Model, NodeId};
+use crate::pipeline::{SearchContext, search_rewrites};
+use crate::transform::{BlockGrid, FoldRecord, Search, rewritten};
+use crate::{CancelToken, Error, Event, Observer, Result};
+
+/// What the steps have found.
+pub struct Steps {
+    model: Model,
+    /// The factors of columns, by the names of weights in the checkpoint.
+    factors: BTreeMap<String, Arc<[f32]>>,
+    folds: Vec<FoldRecord>,
+}
+
+impl Steps {
+    /// Searches the rewrite of every block, beginning with the batch's embeddings in `states`.
+    ///
+    /// # Errors
+    /// Errors of reading, running and searching blocks; [`Error::InputFile`] if the importance of a tensor is invalid;
+    /// [`Error::Interrupted`].
+    pub fn search(
+        plan: &GgufPlan,
+        model: &Model,
+        states: &mut HiddenStates,
+        importance: Option<&Importance>,
+        observer: &dyn Observer,
+        cancel: &CancelToken,
+    ) -> Result<Self> {
+        let a = model.architecture();
+        let (transforms, settings) = (&plan.request.transforms[..], &plan.request.settings);
+        observer.event(&Event::StageStarted { stage: "search", unit: "block", units: a.layers as u64 });
+        let ropes = model.rope(states.shape()[1])?;
+        let types = Types::new(plan, importance);
+        let mut rewrites = Vec::with_capacity(a.layers);
+        let (mut factors, mut folds) = (BTreeMap::new(), Vec::new());
+        for layer in 0..a.layers {
+            cancel.check()?;
+            let block = model.block(layer, &ropes)?;
+            let graph = block.graph().clone();
+            let prefix = a.in_block(layer, "");
+            // Norms are F32 in the file, so the quotients of their weights are not rounded further.
+            let norm_dtypes = graph.norms().map(|(node, ..)| (node, Dtype::F32)).collect();
+            let block_grids = types.grids(&graph, &|name| a.in_block(layer, name))?;
+            let context = SearchContext {
+                prefix: &prefix,
+                settings,
+                smoothing: a.smoothing,
+                norm_dtypes: &norm_dtypes,
+                ranges: &BTreeMap::new(),
+                block_grids: &block_grids,
+                experts_apart: false,
+                observer,
+                cancel,
+            };
+            let advance = layer + 1 < a.layers;
+            let (alone, grids) = (transforms.len() == 1, [BTreeMap::new()]);
+            let found =
+                search_rewrites(transforms, &context, &block, &grids, Some(&mut *states), advance && alone)?;
+            if advance && !alone {
+                states.advance(&block, cancel)?;
+            }
+            let mut rewrite = found.into_iter().next().unwrap_or_default();
+            for (node, name, ..) in graph.linears() {
+                if let Some(columns) = rewrite.columns.get(&node) {
+                    let tensor = format!("{}.weight", a.in_block(layer, name));
+                    factors.insert(tensor, Arc::from(&columns[..]));
+                }
+            }
+            folds.extend(std::mem::take(&mut rewrite.folds).into_iter().map(FoldRecord::shortened));
+            rewrites.push(rewrite);
+            observer.event(&Event::UnitDone { detail: format!("block {layer}") });
+        }
+        observer.event(&Event::StageDone);
+        Ok(Self { model: rewritten(model, &rewrites)?, factors, folds })
+    }
+
+    /// The rewritten model, which is equal to the original in real arithmetic.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// The importance of the inputs of the rewritten model, from those of the original.
+    pub fn importance(&self, importance: Importance, tensors: &[PlannedTensor]) -> Importance {
+        importance.divided(tensors, |name| self.factors.get(name).map(|factors| &factors[..]))
+    }
+
+    /// How the scales were chosen.
+    pub(super) fn folds(&self) -> &[FoldRecord] {
+        &self.folds
+    }
+
+    /// Whether a weight of the checkpoint has different columns.
+    pub(super) fn changes(&self, tensor: &str) -> bool {
+        self.factors.contains_key(tensor)
+    }
+
+    /// A digest of all factors.
+    pub(super) fn digest(&self) -> String {
+        let mut bytes = Vec::new();
+        for (name, factors) in &self.factors {
+            bytes.extend(name.as_bytes());
+            bytes.extend(factors.iter().flat_map(|factor| factor.to_le_bytes()));
+        }
+        sha256_hex(bytes)
+    }
+}
+
+/// The block types of weights, by their names in the checkpoint.
+struct Types<'a> {
+    importance: Option<&'a Importance>,
+    /// The tensor of the file that contains a weight, and the weight's index in it.
+    tensors: BTreeMap<&'a str, (&'a PlannedTensor, usize)>,
+    search: BlockSearch,
+}
+
+impl<'a> Types<'a> {
+    fn new(plan: &'a GgufPlan, importance: Option<&'a Importance>) -> Self {
+        // Blocks consist of adjacent columns of the file, and candidates are rounded in the order of the checkpoint.
+        let rounded = plan
+            .tensors
+            .iter()
+            .filter(|t| t.layer().is_some() && !t.kind.is_float() && !t.keeps_codes() && t.keeps_columns());
+        let named = rounded.flat_map(|tensor| {
+            let sources = tensor.sources().into_iter().enumerate();
+            sources.map(move |(index, source)| (source, (tensor, index)))
+        });
+        let request = &plan.request;
+        let mode = request.transforms.iter().find_map(|t| t.search_mode(&request.settings));
+        let search = match mode {
+            Some(Search::Reference) => request.search,
+            // It takes a fraction of the time; the exponents that it leads to are almost as good.
+            _ => BlockSearch::Reference,
+        };
+        Self { importance, tensors: named.collect(), search }
+    }
+
+    fn grids(
+        &self,
+        graph: &BlockGraph,
+        in_block: &dyn Fn(&str) -> String,
+    ) -> Result<BTreeMap<NodeId, BlockGrid>> {
+        let mut known: BTreeMap<&str, Option<Vec<f32>>> = BTreeMap::new();
+        let mut grids = BTreeMap::new();
+        for (node, name, [_, k], _) in graph.linears() {
+            let name = format!("{}.weight", in_block(name));
+            let Some(&(tensor, index)) = self.tensors.get(&name[..]) else { continue };
+            if tensor.shape.last() != Some(&k) {
+                return Err(Error::Internal(format!("`{}` does not have {k} columns", tensor.name)));
+            }
+            let importance = match known.entry(&tensor.name) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => {
+                    let all = self.importance.map(|importance| importance.of(tensor)).transpose()?.flatten();
+                    new.insert(all)
+                }
+            };
+            let importance = importance.as_ref().map(|all| Importance::of_matrix(all, index, k).to_vec());
+            grids.insert(node, BlockGrid { kind: tensor.kind, search: self.search, importance });
+        }
+        Ok(grids)
+    }
+}
