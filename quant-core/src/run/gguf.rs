@@ -68,7 +68,10 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
     // Checked here rather than after calibration.
     if settings.gguf_request(true)?.gptq.is_some() && !gathers(request) {
         return Err(Error::usage(
-            "GPTQ needs a calibration text, but ‹calibration› is missing",
+            format!(
+                "method `{}` needs a calibration text, but ‹calibration› is missing",
+                settings.method.as_deref().unwrap_or_default()
+            ),
             "set ‹calibration›, for example ‹calibration=builtin›",
         ));
     }

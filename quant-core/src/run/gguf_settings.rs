@@ -13,6 +13,7 @@ use crate::names::unknown;
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Extensions, Pattern, no_key, step_of};
 use crate::round::BlockRounding;
+use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
@@ -114,36 +115,34 @@ impl RecipeSettings {
         })
     }
 
-    /// Returns the settings of GPTQ if the method compensates errors.
+    /// Returns the settings with which the method compensates errors; `None` if it rounds to nearest.
     fn gguf_method(&self) -> Result<Option<GptqSettings>> {
         let Some(method) = self.method.as_deref() else { return Ok(None) };
-        let rounding = Extensions::default().rounding(method);
-        let given = self.gguf_keys(method)?;
-        let applies = match rounding.map(|rounding| rounding.blocks()) {
-            Some(BlockRounding::Nearest) => {
-                return match given.first() {
-                    Some((key, _)) => Err(no_key(method, key, &[])),
-                    None => Ok(None),
-                };
-            }
-            Some(BlockRounding::Compensated(applies)) => applies,
-            _ => {
-                return Err(Error::usage(
-                    format!("method `{method}` is not supported for GGUF files"),
-                    "choose gptq, or omit ‹method› to round to nearest",
-                ));
-            }
-        };
-        let mut settings = GptqSettings::default();
-        let keys = GptqSettings::keys();
-        for (key, value) in given {
+        let mut settings = TransformSettings::default();
+        let supported =
+            Extensions::default().rounding(method).and_then(|rounding| match rounding.blocks(&settings) {
+                BlockRounding::Nearest => Some((rounding, &[][..])),
+                BlockRounding::Compensated { keys, .. } => Some((rounding, keys)),
+                BlockRounding::Unsupported => None,
+            });
+        let (rounding, applies) = supported.ok_or_else(|| {
+            Error::usage(
+                format!("method `{method}` is not supported for GGUF files"),
+                "choose gptq, or omit ‹method› to round to nearest",
+            )
+        })?;
+        let keys = rounding.keys();
+        for (key, value) in self.gguf_keys(method)? {
             let known = keys.iter().find(|known| known.name == key);
             let known = known.ok_or_else(|| no_key(method, key, &keys))?;
             if !applies.contains(&key) {
-                let names = applies.join(", ");
+                let names = match applies {
+                    [] => "none of its keys".to_owned(),
+                    _ => format!("only {}", applies.join(", ")),
+                };
                 return Err(Error::usage(
                     format!(
-                        "`{key}` of `{method}` has no effect with ‹format={}›: only {names} applies to the blocks of \
+                        "`{key}` of `{method}` has no effect with ‹format={}›: {names} applies to the blocks of \
                          GGUF files",
                         gguf::FORMAT
                     ),
@@ -153,9 +152,10 @@ impl RecipeSettings {
                     },
                 ));
             }
-            settings.set(key, &value)?;
+            rounding.set(key, &value, &mut settings)?;
         }
-        settings.check()?;
+        rounding.check(&settings)?;
+        let BlockRounding::Compensated { settings, .. } = rounding.blocks(&settings) else { return Ok(None) };
         if self.gguf.reference_search {
             return Err(Error::usage(
                 format!("‹reference_search› and ‹method={method}› cannot be combined"),
