@@ -14,7 +14,8 @@ use crate::vocabulary::{Given, Output};
 /// Maximum number of bytes of logits that are requested at a time. A single position may exceed it.
 const MAX_LOGITS_BYTES: usize = 64 << 20;
 
-/// An error of an engine.
+/// An error of an engine. An evaluation returns an [`Error`] as it is, so its category and remedy are kept. Any other error
+/// becomes the source of an [`Error::Engine`].
 pub type EngineError = Box<dyn StdError + Send + Sync>;
 
 /// A model that an engine runs, scored by its logits in the same way as a decoder of `quant-core`.
@@ -59,7 +60,7 @@ pub trait LogitsModel {
     /// `[tokens.len() - first, vocab]`, row-major. The first token has position 0; calls are independent of each other.
     ///
     /// # Errors
-    /// Any error of the engine; it ends the evaluation.
+    /// Any [error of the engine](EngineError); it ends the evaluation.
     fn logits(
         &self,
         tokens: &[u32],
@@ -119,7 +120,7 @@ pub trait LogitsModel {
     /// ```
     ///
     /// # Errors
-    /// Any error of the engine; it ends the evaluation.
+    /// Any [error of the engine](EngineError); it ends the evaluation.
     fn start<'a>(
         &'a self,
         windows: &[UnscoredWindow<'_>],
@@ -161,7 +162,7 @@ pub trait LogitsBatch {
     /// the window's [`first`](UnscoredWindow::first).
     ///
     /// # Errors
-    /// Any error of the engine; it ends the evaluation.
+    /// Any [error of the engine](EngineError); it ends the evaluation.
     fn logits(
         &mut self,
         window: usize,
@@ -199,12 +200,16 @@ impl std::fmt::Display for Miscounted {
 
 impl StdError for Miscounted {}
 
-fn failed(error: &EngineError, vocab: usize) -> Error {
-    let reason = match error.downcast_ref::<Miscounted>() {
-        Some(count) => format!("the engine returned {count} and a vocabulary of {vocab}"),
-        None => format!("the engine failed: {error}"),
-    };
-    Error::Logits { reason }
+fn failed(error: EngineError, vocab: usize) -> Error {
+    match error.downcast::<Error>() {
+        Ok(error) => *error,
+        Err(error) => match error.downcast_ref::<Miscounted>() {
+            Some(count) => {
+                Error::Logits { reason: format!("the engine returned {count} and a vocabulary of {vocab}") }
+            }
+            None => Error::Engine(error),
+        },
+    }
 }
 
 impl<'a> Runner<'a> for &'a dyn LogitsModel {
@@ -224,7 +229,7 @@ impl<'a> Runner<'a> for &'a dyn LogitsModel {
         let vocab = output.vocab();
         let asked = batch.iter().map(|&n| UnscoredWindow::new(windows[n].input(), windows[n].first - 1));
         let asked: Vec<UnscoredWindow<'_>> = asked.collect();
-        let batch_logits = self.start(&asked).map_err(|e| failed(&e, vocab))?;
+        let batch_logits = self.start(&asked).map_err(|e| failed(e, vocab))?;
         let scored = batch.iter().map(|&n| windows[n].scored()).collect();
         Ok(Box::new(OfEngine { batch: batch_logits, scored, vocab, logits: Vec::new() }))
     }
@@ -257,10 +262,10 @@ impl StageInputs for OfEngine<'_> {
                 let (before, count) = (self.logits.len(), some.len());
                 let asked = some.start - start..some.end - start;
                 let asked = self.batch.logits(window, asked, &mut self.logits);
-                asked.map_err(|e| failed(&e, self.vocab))?;
+                asked.map_err(|e| failed(e, self.vocab))?;
                 let got = self.logits.len().saturating_sub(before);
                 if count.checked_mul(self.vocab) != Some(got) {
-                    return Err(failed(&Miscounted { logits: got, positions: count }.into(), self.vocab));
+                    return Err(failed(Miscounted { logits: got, positions: count }.into(), self.vocab));
                 }
             }
             start += scored;

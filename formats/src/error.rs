@@ -402,6 +402,10 @@ pub enum Error {
         reason: String,
     },
 
+    /// An engine that runs a model reported an error that is not an [`Error`] itself.
+    #[error("the engine failed: {0}")]
+    Engine(#[source] Box<dyn std::error::Error + Send + Sync>),
+
     /// Keys or values exceed the range of the KV cache.
     #[error("keys and values{}: {reason}", block.map(|b| format!(" of block {b}")).unwrap_or_default())]
     Cache {
@@ -520,6 +524,7 @@ impl Error {
             | Self::MemoryBudget { .. }
             | Self::DiskFull { .. }
             | Self::Locked { .. }
+            | Self::Engine(_)
             | Self::Verification { .. } => Category::Environment,
             Self::NonFinite { .. }
             | Self::Numeric { .. }

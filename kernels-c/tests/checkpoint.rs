@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::ptr::{null, null_mut};
 
 use quant_formats::checkpoint::Dtype;
-use quant_formats::format::{ModuleSchemes, container};
-use quant_formats::quantize::quantize_rtn;
+use quant_formats::format::{ModuleSchemes, QuantizedCheckpoint, container};
+use quant_formats::quantize::{QuantizedTensor, quantize_rtn};
 use quant_kernels::*;
 use safetensors::tensor::TensorView;
 
@@ -171,15 +171,13 @@ fn every_container_is_listed_and_read() {
     }
 }
 
-/// Columns are sorted by group; the caller must ask for their order before it gets the weights.
-#[test]
-fn columns_in_another_order_are_read_with_that_order() {
-    let scratch = tempfile::tempdir().unwrap();
+/// Writes a checkpoint with one linear layer. Returns its weight, in which input i belongs to group i mod 8, and the
+/// groups.
+fn write_scattered(at: &Path) -> (QuantizedTensor, Vec<usize>) {
     let scheme: quant_formats::scheme::LinearScheme = "w4a16-g32-sym".parse().unwrap();
     let [n, k] = SHAPE;
     let values: Vec<f32> = (0..n * k).map(|i| (i as f32 * 0.61).sin() * 0.1).collect();
     let tensor = quantize_rtn("a", &values, SHAPE, scheme, Dtype::F16, None).unwrap();
-    // Input i belongs to group i mod 8.
     let groups: Vec<usize> = (0..k).map(|input| input % (k / 32)).collect();
     let index: Vec<u8> = groups.iter().flat_map(|&group| (group as i32).to_le_bytes()).collect();
     let container = container("gptq").unwrap();
@@ -194,12 +192,21 @@ fn columns_in_another_order_are_read_with_that_order() {
     let mut settings = container.quantization_config(&schemes);
     settings["desc_act"] = true.into();
     let config = serde_json::json!({ "quantization_config": settings });
-    std::fs::write(scratch.path().join("config.json"), config.to_string()).unwrap();
+    std::fs::create_dir_all(at).unwrap();
+    std::fs::write(at.join("config.json"), config.to_string()).unwrap();
     let views = data
         .iter()
         .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
-    safetensors::serialize_to_file(views, None, &scratch.path().join("model.safetensors")).unwrap();
+    safetensors::serialize_to_file(views, None, &at.join("model.safetensors")).unwrap();
+    (tensor, groups)
+}
 
+/// Columns are sorted by group; the caller must ask for their order before it gets the weights.
+#[test]
+fn columns_in_another_order_are_read_with_that_order() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (tensor, groups) = write_scattered(scratch.path());
+    let [n, k] = SHAPE;
     let checkpoint = open(scratch.path());
     // SAFETY: handles come from the library, and every other pointer points to a live value of this test. The order and
     // the weights belong to the tensor, which is freed after their last use.
@@ -294,14 +301,21 @@ fn what_is_wrong_is_a_status_with_a_reason() {
 fn the_example_reads_every_container() {
     let scratch = tempfile::tempdir().unwrap();
     let Some(program) = c_program::compile("checkpoint") else { return };
-    for (path, sums) in all(scratch.path()) {
+    let scattered = scratch.path().join("scattered");
+    write_scattered(&scattered);
+    let written = all(scratch.path()).into_iter().map(|(path, _)| (path, 2));
+    for (path, linears) in written.chain([(scattered, 1)]) {
         let out = c_program::succeeds(std::process::Command::new(&program).arg(&path));
         let lines: Vec<&str> = out.lines().collect();
-        assert_eq!(lines.len(), 2, "{out}");
-        for (line, (name, sum)) in lines.iter().zip(["a", "b"].into_iter().zip(sums)) {
+        assert_eq!(lines.len(), linears, "{out}");
+        let checkpoint = QuantizedCheckpoint::open(&path).unwrap();
+        for (line, name) in lines.iter().zip(["a", "b"]) {
             assert!(line.starts_with(&format!("{name} w")) && line.contains("[128, 256]"), "{line}");
+            let weight = checkpoint.read(name).unwrap().dequantize().unwrap();
+            let products = weight[..SHAPE[1]].iter().zip(1..).map(|(w, i)| f64::from(*w) / f64::from(i));
+            let expected = products.sum::<f64>() + if name == "b" { f64::from(BIAS) } else { 0.0 };
             let got: f64 = line.rsplit_once(": ").unwrap().1.parse().unwrap();
-            assert!((got - sum).abs() < 2e-3, "{}: {line}, expected {sum}", path.display());
+            assert!((got - expected).abs() < 1e-4, "{}: {line}, expected {expected}", path.display());
         }
     }
     let absent = std::process::Command::new(&program).arg(scratch.path().join("absent")).output().unwrap();

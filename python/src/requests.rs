@@ -79,7 +79,7 @@ pub fn quantize(request: &str, rows: Option<Vec<String>>, session: &Session) -> 
         force: asked.force,
         resume: asked.resume,
     };
-    let (_, summary) = quantize::quantize(&request, asked.report.as_deref(), session)?;
+    let (_, summary) = quantize::run_request(&request, asked.report.as_deref(), session)?;
     Ok(to_json(&summary)?.to_string())
 }
 

@@ -58,6 +58,15 @@ impl StepKey {
     }
 }
 
+/// A value of a setting, its name in options and recipes, and a description.
+pub(crate) type Named<T> = (T, &'static str, &'static str);
+
+/// Returns a schema of these names with their descriptions.
+pub(crate) fn schema_of_names<T>(all: &[Named<T>]) -> Value {
+    let one = |(_, name, description): &Named<T>| json!({ "const": name, "description": description });
+    json!({ "oneOf": all.iter().map(one).collect::<Vec<_>>() })
+}
+
 /// Parses a value that is a name. The text of a number or a boolean is a name too, because a command line has no
 /// quotes.
 pub(crate) fn parse_text<T: FromStr<Err = Error>>(key: &str, value: &Value) -> Result<T> {

@@ -4,13 +4,13 @@
 //! follow the order of these stages:
 //!
 //! ```text
-//! checkpoint ─► model ─► calibrate ─► recipe ─► transform ─► quantize ─► format ─► checkpoint
-//!  (read)      (blocks    (inputs of    (what     (AWQ scale,  (codes,     (bits)     (write)
+//! checkpoint ─► model ─► calibrate ─► recipe ─► transform ─► round ─► format ─► checkpoint
+//!  (read)      (blocks    (inputs of    (what     (AWQ scale,  (codes,  (bits)     (write)
 //!               to run)    linears)      each      clip)        scales,
 //!                                        gets)                  zeros)
 //! ```
 //!
-//! [`pipeline`] drives them, and [`run`] is what programs call: directories in, directories out. The pipeline is itself
+//! [`round`] uses the grids of [`quantize`]. [`pipeline`] drives the stages, and [`run`] is what programs call: directories in, directories out. The pipeline is itself
 //! driven through traits, so that it depends on no terminal and no file layout: weights come from a [`TensorSource`]
 //! and go to a [`TensorSink`], progress is reported to an [`Observer`], and a [`CancelToken`] stops it between units of
 //! work. Parallel steps run on the caller's rayon pool.
@@ -18,7 +18,7 @@
 //! ```
 //! use quant_core::checkpoint::{MemorySink, ModelDirectory};
 //! use quant_core::model::Model;
-//! use quant_core::pipeline::{Job, quantize};
+//! use quant_core::pipeline::{Job, quantize_job};
 //! use quant_core::recipe::{Plan, Recipe};
 //! use quant_core::{CancelToken, Silent};
 //! # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
@@ -33,7 +33,7 @@
 //! let cancel = CancelToken::new();
 //! let job = Job { model: &model, plan: &plan, windows: None, maxima: None, observer: &Silent, cancel: &cancel };
 //! let mut sink = MemorySink::new(plan.outputs())?; // or a writer of files
-//! let report = quantize(&job, &mut sink)?;
+//! let report = quantize_job(&job, &mut sink)?;
 //! assert!(report.bytes_after < report.bytes_before / 2);
 //! # Ok::<(), quant_core::Error>(())
 //! ```

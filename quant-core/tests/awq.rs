@@ -573,6 +573,6 @@ fn without_a_calibration_batch_awq_is_refused() {
         observer: &quant_core::Silent,
         cancel: &CancelToken::new(),
     };
-    let error = quant_core::pipeline::quantize(&job, &mut sink).unwrap_err();
+    let error = quant_core::pipeline::quantize_job(&job, &mut sink).unwrap_err();
     assert_eq!(error.category(), quant_core::Category::Usage, "{error}");
 }

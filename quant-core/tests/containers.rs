@@ -8,7 +8,7 @@ use quant_core::calibrate::TokenWindows;
 use quant_core::checkpoint::{Dtype, MemorySink};
 use quant_core::format::{Container, container};
 use quant_core::model::Model;
-use quant_core::pipeline::{Job, QuantReport, quantize, quantize_each};
+use quant_core::pipeline::{Job, QuantReport, quantize_each, quantize_job};
 use quant_core::recipe::{Pattern, Plan, Recipe};
 use quant_core::{CancelToken, Error, Silent, TensorSink, TensorSource};
 
@@ -28,7 +28,7 @@ fn repacked(from: &Quantized, to: &str) -> Quantized {
 
 fn execute(model: &Model, from: &Quantized, plan: &Plan) -> Quantized {
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
-    let report = quantize(&job(model, plan, None), &mut sink).unwrap();
+    let report = quantize_job(&job(model, plan, None), &mut sink).unwrap();
     let mut config = from.config.clone();
     config.insert("quantization_config".into(), plan.container.quantization_config(&plan.module_schemes()));
     Quantized { source: sink.into_source().unwrap(), config, report }
@@ -110,7 +110,7 @@ fn what_a_container_cannot_hold_is_refused() {
             Err(error) => error,
             Ok(plan) => {
                 let mut sink = MemorySink::new(plan.outputs()).unwrap();
-                quantize(&job(&model, &plan, None), &mut sink).unwrap_err()
+                quantize_job(&job(&model, &plan, None), &mut sink).unwrap_err()
             }
         }
     };
@@ -147,7 +147,7 @@ fn one_run_gives_what_each_would_alone() {
             .iter()
             .map(|job| {
                 let mut sink = MemorySink::new(job.plan.outputs()).unwrap();
-                let report = quantize(job, &mut sink).unwrap();
+                let report = quantize_job(job, &mut sink).unwrap();
                 (sink.into_source().unwrap(), report)
             })
             .collect();

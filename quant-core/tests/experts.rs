@@ -17,8 +17,9 @@ use quant_core::checkpoint::Dtype;
 use quant_core::engines::{LayerKind, Outline};
 use quant_core::model::Model;
 use quant_core::pipeline::TensorReport;
-use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
+use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
+use quant_core::round::LayerInputs;
 use quant_core::transform::{AwqSettings, Search};
 
 fn tiny(family: Kind) -> Tiny {

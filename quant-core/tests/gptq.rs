@@ -10,10 +10,11 @@ use common::{Checkpoint, Kind, Quantized, Tiny, logits, mean_divergence, recipe,
 use quant_core::calibrate::{BatchLayout, HiddenStates, TokenWindows};
 use quant_core::checkpoint::MemorySink;
 use quant_core::model::{Block, Model, NodeId, Tap, TokenRows, WeightBody};
-use quant_core::pipeline::{Job, quantize};
+use quant_core::pipeline::{Job, quantize_job};
 use quant_core::quantize::SourceRows;
-use quant_core::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, LayerInputs, solve};
+use quant_core::quantize::gptq::{ActOrder, Factor, GptqSettings, Hessian, solve};
 use quant_core::recipe::{Plan, Recipe};
+use quant_core::round::LayerInputs;
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSink, TensorSource};
 
 fn tiny() -> Tiny {
@@ -202,11 +203,11 @@ fn a_run_resumes_from_any_block_whether_or_not_its_sink_reads_back() {
                     observer: &Silent,
                     cancel: &cancel,
                 };
-                if let Err(error) = quantize(&job, &mut sink) {
+                if let Err(error) = quantize_job(&job, &mut sink) {
                     assert_eq!(error.category(), Category::Interrupted, "{error}");
                     sink.stop = None;
                     let cancel = CancelToken::new();
-                    quantize(&Job { cancel: &cancel, ..job }, &mut sink).unwrap();
+                    quantize_job(&Job { cancel: &cancel, ..job }, &mut sink).unwrap();
                 }
                 let source = sink.inner.into_source().unwrap();
                 assert!(source == whole, "{method} {inputs:?} after {commits} commits");
@@ -237,7 +238,7 @@ fn non_finite_activations_are_reported_with_their_linear() {
             observer: &Silent,
             cancel: &cancel,
         };
-        let error = quantize(&job, &mut sink).unwrap_err();
+        let error = quantize_job(&job, &mut sink).unwrap_err();
         assert_eq!(error.category(), Category::Numeric, "{error}");
         assert!(
             matches!(&error, Error::Calibration { tensor, .. } if tensor.contains("mlp.down_proj")),

@@ -2,9 +2,7 @@
 //! individually.
 
 use crate::common;
-#[path = "families/configs.rs"]
-#[allow(dead_code, reason = "only the tests of folds use all of it")]
-mod configs;
+use crate::configs;
 
 use candle_core::Tensor;
 use common::{decoder, flat, recipe, run, windows};

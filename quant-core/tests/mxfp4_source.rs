@@ -9,7 +9,7 @@ use common::normal;
 use quant_core::checkpoint::{Dtype, MemorySink, MemorySource};
 use quant_core::format::container;
 use quant_core::model::Model;
-use quant_core::pipeline::{Job, quantize};
+use quant_core::pipeline::{Job, quantize_job};
 use quant_core::recipe::Plan;
 use quant_core::{CancelToken, Category, Silent, TensorSource};
 use rand::rngs::StdRng;
@@ -73,7 +73,7 @@ fn converted(model: &Model, config: &Map<String, Value>, format: &str) -> (Memor
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let cancel = CancelToken::new();
     let job = Job { model, plan: &plan, windows: None, maxima: None, observer: &Silent, cancel: &cancel };
-    let report = quantize(&job, &mut sink).unwrap();
+    let report = quantize_job(&job, &mut sink).unwrap();
     let expected = if format == "modelopt" { 4.5 } else { 4.25 };
     assert!(
         (report.bits_per_quantized_weight - expected).abs() < 0.01,
@@ -151,7 +151,7 @@ fn scales_that_are_nan_are_refused() {
     let cancel = CancelToken::new();
     let job =
         Job { model: &model, plan: &plan, windows: None, maxima: None, observer: &Silent, cancel: &cancel };
-    assert_eq!(quantize(&job, &mut sink).unwrap_err().category(), Category::Numeric);
+    assert_eq!(quantize_job(&job, &mut sink).unwrap_err().category(), Category::Numeric);
 }
 
 #[test]

@@ -11,10 +11,11 @@ use common::{Kind, Tiny, masked_windows, recipe};
 use quant_core::calibrate::TokenWindows;
 use quant_core::checkpoint::MemorySink;
 use quant_core::model::Model;
-use quant_core::pipeline::{Job, QuantReport, StateFiles, quantize, quantize_part};
+use quant_core::pipeline::{Job, QuantReport, StateFiles, quantize_job, quantize_part};
 use quant_core::quantize::ScaleSearch;
-use quant_core::quantize::gptq::{GptqSettings, LayerInputs};
+use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{Pattern, Plan, Recipe};
+use quant_core::round::LayerInputs;
 use quant_core::transform::TransformSettings;
 use quant_core::{CancelToken, Category, Error, Result, Silent, TensorSource};
 use serde_json::{Value, json};
@@ -42,7 +43,7 @@ fn part(
     let (observer, cancel) = (&Silent, &CancelToken::new());
     let job = Job { model, plan: &plan, windows: Some(windows), maxima: None, observer, cancel };
     let report = match plan.blocks().len() {
-        BLOCKS => quantize(&job, &mut sink)?,
+        BLOCKS => quantize_job(&job, &mut sink)?,
         _ => quantize_part(&job, &mut sink, files)?,
     };
     let source = sink.into_source()?;

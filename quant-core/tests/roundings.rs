@@ -9,14 +9,14 @@ use common::{Tiny, recipe, run, windows};
 use quant_core::calibrate::HiddenStates;
 use quant_core::checkpoint::MemorySink;
 use quant_core::model::WeightBody;
-use quant_core::pipeline::{Job, quantize};
-use quant_core::quantize::gptq::LayerInputs;
+use quant_core::pipeline::{Job, quantize_job};
 use quant_core::quantize::{
     ErrorStats, QuantizedTensor, RowsError, ScaleContext, SourceRows, quantize_within,
 };
 use quant_core::recipe::{Extensions, Method, Plan, Recipe};
 use quant_core::round::{
-    Rounded, Rounding, RoundingMemory, RoundingTask, StageRounded, StagedRounding, States, WeightTask,
+    LayerInputs, Rounded, Rounding, RoundingMemory, RoundingTask, StageRounded, StagedRounding, States,
+    WeightTask,
 };
 use quant_core::run::RecipeSettings;
 use quant_core::transform::{StepKey, TransformSettings, Workload};
@@ -255,7 +255,7 @@ fn a_rounding_that_leaves_linears_out_is_refused() {
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let (observer, cancel) = (&Silent, &CancelToken::new());
     let job = Job { model: &model, plan: &plan, windows: Some(&batch), maxima: None, observer, cancel };
-    let error = quantize(&job, &mut sink).unwrap_err();
+    let error = quantize_job(&job, &mut sink).unwrap_err();
     assert_eq!(error.category(), Category::Usage);
     assert!(error.to_string().contains("the rounding `forgets` left out"), "{error}");
 }
@@ -288,7 +288,7 @@ fn a_rounding_with_the_name_of_a_field_is_refused() {
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let (observer, cancel) = (&Silent, &CancelToken::new());
     let job = Job { model: &model, plan: &plan, windows: None, maxima: None, observer, cancel };
-    let error = quantize(&job, &mut sink).unwrap_err();
+    let error = quantize_job(&job, &mut sink).unwrap_err();
     assert_eq!((error.category(), error.category().exit_code()), (Category::Usage, 2));
     assert!(error.to_string().contains("the step `dtype` has the name of a field"), "{error}");
 }

@@ -11,7 +11,7 @@ use configs::{Case, cases};
 use quant_core::calibrate::{HiddenStates, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySink};
 use quant_core::model::Model;
-use quant_core::pipeline::{Job, StateFiles, quantize, quantize_part};
+use quant_core::pipeline::{Job, StateFiles, quantize_job, quantize_part};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{CancelToken, Silent, TensorSource};
 use serde_json::json;
@@ -112,7 +112,7 @@ fn part(
     let job = Job { model, plan: &plan, windows: Some(windows), maxima: None, observer, cancel };
     match part {
         Some((_, files)) => quantize_part(&job, &mut sink, files).unwrap(),
-        None => quantize(&job, &mut sink).unwrap(),
+        None => quantize_job(&job, &mut sink).unwrap(),
     };
     let source = sink.into_source().unwrap();
     source.names().into_iter().map(|name| (name.to_owned(), source.read(name).unwrap())).collect()

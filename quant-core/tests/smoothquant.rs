@@ -10,7 +10,7 @@ use common::{Checkpoint, Kind, Quantized, Tiny, decoder, flat, logits, mean_dive
 use quant_core::calibrate::{BatchLayout, ChannelMaxima, HiddenStates, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySink};
 use quant_core::model::{Block, BlockGraph, Model, NodeId, Tap, TokenRows, WeightBody};
-use quant_core::pipeline::{Job, quantize};
+use quant_core::pipeline::{Job, quantize_job};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::scheme::ActivationScheme;
 use quant_core::transform::{Alpha, Automatic, Producers, SmoothSettings, StepSettings, TransformSettings};
@@ -365,7 +365,7 @@ fn keeping(
     let kept = Mutex::new(ChannelMaxima::default());
     let maxima = windows.map(|_| &kept);
     let job = Job { model, plan: &plan, windows, maxima, observer: &Silent, cancel: &CancelToken::new() };
-    quantize(&job, &mut sink).unwrap();
+    quantize_job(&job, &mut sink).unwrap();
     (sink.into_source().unwrap(), kept.into_inner().unwrap())
 }
 
@@ -459,7 +459,7 @@ fn non_finite_activations_are_an_error_that_names_their_linear() {
         let (windows, cancel) = (Some(&windows), CancelToken::new());
         let job =
             Job { model: &model, plan: &plan, windows, maxima: None, observer: &Silent, cancel: &cancel };
-        let error = quantize(&job, &mut sink).unwrap_err();
+        let error = quantize_job(&job, &mut sink).unwrap_err();
         assert_eq!(error.category(), Category::Numeric, "{error}");
         assert!(error.to_string().contains("model.layers.1.mlp.down_proj"), "{error}");
     }

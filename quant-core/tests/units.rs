@@ -12,7 +12,9 @@ use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use quant_core::calibrate::Corpus;
 use quant_core::recipe::Extensions;
+use quant_core::round::{LayerInputs, Rounding};
 use quant_core::run::{Host, MemoryBudget, Nothing, QuantizeRequest, RecipeSettings, Text, quantize};
+use quant_core::transform::TransformSettings;
 use quant_core::units::{JobRequest, Phase, Selection, UnitJob, WorkOptions, init};
 use quant_core::{CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSource};
 use serde_json::{Value, json};
@@ -250,6 +252,49 @@ fn spans_give_what_one_run_gives() {
         let error = init(&two.request(3, 1), &two.at("threes"), &host).unwrap_err();
         assert!(error.category() == Category::Usage && error.to_string().contains("spans"), "{error}");
     }
+}
+
+/// Rounds to nearest, but asks for the states of the quantized model.
+#[derive(Debug)]
+struct Sequential;
+
+impl Rounding for Sequential {
+    fn name(&self) -> &'static str {
+        "sequential"
+    }
+
+    fn summary(&self) -> &'static str {
+        "follows the quantized model"
+    }
+
+    fn inputs(&self, _: &TransformSettings) -> Option<LayerInputs> {
+        Some(LayerInputs::Quantized)
+    }
+}
+
+#[test]
+fn only_settings_of_the_rounding_make_blocks_independent() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    write_checkpoint(&tiny(Kind::Llama).random(2), &model);
+    let remedy = |method: &str| {
+        let request = JobRequest {
+            model: model.clone(),
+            settings: calibrated(method, "w4a16-g32-sym"),
+            calibration: Some(text()),
+            extensions: Extensions { roundings: vec![&Sequential], ..Extensions::default() },
+            ..JobRequest::default()
+        };
+        let cancel = CancelToken::new();
+        let host = Host::new(&Silent, &cancel, &Nothing);
+        let error = init(&request, &scratch.path().join("job"), &host).unwrap_err();
+        assert_eq!(error.category(), Category::Usage);
+        assert!(error.to_string().contains("depends on the results of all blocks before it"), "{error}");
+        error.remedy().marked().to_owned()
+    };
+    let settings = "set ‹span_blocks›, for example to 4, or ‹layer_inputs=float›";
+    assert_eq!(remedy("gptq"), format!("{settings}; or run ‹quantize()›"));
+    assert_eq!(remedy("sequential"), "run ‹quantize()›");
 }
 
 /// The position of a unit among all, and the number of events after which the worker is interrupted.

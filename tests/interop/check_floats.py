@@ -11,8 +11,8 @@
   layouts  NVFP4 in ModelOpt's layout: the weights that quant reads are those of the independent one, except for
            the rounding of a reciprocal; converted from a compressed-tensors file it has the same codes and scales, and
            converts back to equal tensors
-  source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch: the weights that
-           quant reads
+  source   FP8 blocks as they are published (`quant_method: fp8`), and ModelOpt's FP8, made by torch, and MXFP4 with
+           quantized activations, made by numpy: the weights that quant reads
   converted FP8 per row and in blocks, and NVFP4 in both layouts, by llama.cpp's converter: the tensors of its file,
            dequantized by its own `gguf`, are the weights that quant reads
   cache    keys and values in FP8: their rounding against numpy alone, for every value of the format and values
@@ -260,6 +260,39 @@ def source(check):
     return different or f"{len(expected)} linears", bool(expected) and not different
 
 
+def mxfp4_inputs(check):
+    """The weights that quant reads from MXFP4 with quantized activations, whose codes are random numbers of numpy."""
+    model, out = check.model("demo"), check.scratch / "mxfp4-inputs"
+    shutil.copytree(model, out)
+    generator, expected, stored = numpy.random.default_rng(11), {}, {}
+    for name, weight in load_file(out / "model.safetensors").items():
+        if not re.search(r"_proj\.weight$", name):
+            stored[name] = weight
+            continue
+        rows, columns = weight.shape
+        codes = generator.integers(0, 16, (rows, columns), dtype=numpy.uint8)
+        scales = generator.integers(110, 124, (rows, columns // 32), dtype=numpy.uint8)
+        expected[name] = e2m1_numbers()[codes] * e8m0_numbers()[scales].repeat(32, axis=1)
+        stored[name.replace(".weight", ".weight_packed")] = codes[:, ::2] | codes[:, 1::2] << 4
+        stored[name.replace(".weight", ".weight_scale")] = scales
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    mxfp4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
+             "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": mxfp4 | {"dynamic": False},
+                                      "input_activations": mxfp4 | {"dynamic": True},
+                                      "format": "mxfp4-pack-quantized"}},
+        "ignore": ["lm_head"]}
+    (out / "config.json").write_text(json.dumps(config))
+    dump = check.scratch / "weights.safetensors"
+    check.program("interop-dump", "weights", out, dump)
+    ours = load_file(dump)
+    different = [name for name, weight in expected.items() if not numpy.array_equal(ours[name], weight)]
+    return different or f"{len(expected)} linears", bool(expected) and not different
+
+
 def modelopt_fp8(check):
     """The weights that quant reads from ModelOpt's FP8 per tensor, made by torch, with input and cache scales."""
     model, out = check.model("demo"), check.scratch / "modelopt-fp8"
@@ -445,6 +478,8 @@ def run_all(check, only, llama_cpp):
         check.step("layouts nvfp4 modelopt", lambda: layouts(check))
     if only in "source modelopt fp8":
         check.step("source modelopt fp8", lambda: modelopt_fp8(check))
+    if only in "source mxfp4 with mxfp4 inputs":
+        check.step("source mxfp4 with mxfp4 inputs", lambda: mxfp4_inputs(check))
     if only in "cache numbers":
         check.step("cache numbers", lambda: cache_numbers(check))
     if only in "cache logits":

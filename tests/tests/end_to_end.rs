@@ -274,7 +274,7 @@ fn shards_on_both_sides() {
         observer: &Silent,
         cancel: &CancelToken::new(),
     };
-    let report = pipeline::quantize(&job, &mut writer).unwrap();
+    let report = pipeline::quantize_job(&job, &mut writer).unwrap();
     pipeline::add_companions(&directory, &plan, &report, &mut writer).unwrap();
     let published = writer.publish().unwrap();
     let shards = published.files.iter().filter(|f| f.name.ends_with(".safetensors")).count();

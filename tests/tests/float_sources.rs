@@ -346,3 +346,63 @@ fn global_scales_that_engines_cannot_keep_are_reported() {
         }
     }
 }
+
+/// MXFP4 whose activations are MXFP4 too: the weights have the values of their definition, and a warning says that the
+/// activations stay float.
+#[test]
+fn mxfp4_with_quantized_activations_is_read() {
+    const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let (mut stored, mut wide, mut random) = (Vec::new(), Vec::new(), Numbers(5));
+    for tensor in TINY.tensors() {
+        let Some(module) = tensor.name.strip_suffix(".weight").filter(|name| name.ends_with("_proj")) else {
+            stored.push(tensor.clone());
+            wide.push(tensor);
+            continue;
+        };
+        let (n, k) = (tensor.shape[0], tensor.shape[1]);
+        let codes: Vec<u8> = (0..n * k / 2).map(|_| random.next() as u8).collect();
+        let exponents: Vec<u8> = (0..n * k / 32).map(|_| 118 + (random.next() % 5) as u8).collect();
+        let value = |i: usize| {
+            // The even column is in the low bits.
+            let code = codes[i / 2] >> (i % 2 * 4) & 15;
+            let magnitude =
+                MAGNITUDES[usize::from(code & 7)] * 2.0_f32.powi(i32::from(exponents[i / 32]) - 127);
+            if code & 8 == 0 { magnitude } else { -magnitude }
+        };
+        let values: Vec<f32> = (0..(n * k) as usize).map(value).collect();
+        wide.push(numbers(tensor.name.clone(), &tensor.shape, &values));
+        for (suffix, columns, data) in [("packed", k / 2, codes), ("scale", k / 32, exponents)] {
+            let (name, shape) = (format!("{module}.weight_{suffix}"), vec![n, columns]);
+            stored.push(RawTensor { name, dtype: "U8".into(), shape, data });
+        }
+    }
+    TINY.write_with(&at("float"), &wide);
+    TINY.write_with(&at("native"), &stored);
+    let mxfp4 = |dynamic: bool| {
+        json!({ "num_bits": 4, "type": "float", "symmetric": true, "strategy": "group", "group_size": 32,
+                "dynamic": dynamic, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8" })
+    };
+    let config = json!({
+        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
+        "config_groups": { "group_0": { "targets": ["Linear"], "weights": mxfp4(false),
+                                        "input_activations": mxfp4(true), "format": "mxfp4-pack-quantized" } },
+        "ignore": ["lm_head"],
+    });
+    edit_config(&at("native"), &json!({ "quantization_config": config }));
+    is_read_like_its_floats(&at("native"), &at("float"), scratch.path());
+
+    let text = workspace_root().join(TEXT);
+    let windows = |name: &str| {
+        let options = ["--window", "32", "--windows", "2", "--quiet", "--json"].map(Into::into);
+        quant(args!["eval", at(name), "--text", &text].into_iter().chain(options)).json()["window_nll"]
+            .clone()
+    };
+    assert_eq!(windows("native"), windows("float"));
+    let seen = quant(args!["inspect", at("native")]).succeeded();
+    let warning = "warning: `config_groups.group_0` describes activations in MXFP4 (4 bits, one scale per token and 32 \
+        inputs), which stay float here: its linears are read as wf4a16-g32-mx";
+    assert!(seen.stderr.contains(warning), "{}", seen.stderr);
+    assert!(seen.stdout.contains("wf4a16-g32-mx"), "{}", seen.stdout);
+}

@@ -8,7 +8,7 @@ use quant_core::checkpoint::ModelDirectory;
 use quant_core::digest::sha256_hex;
 use quant_core::model::{Decoder, Model};
 use quant_core::random::mix;
-use quant_core::{CancelToken, Silent};
+use quant_core::{CancelToken, Category, Error, Silent};
 use quant_evaluator::gate::{Baseline, Policy, Verdict, judge};
 use quant_evaluator::{
     EncodedText, Evaluation, EvaluationText, Journal, LogitsBatch, LogitsModel, ModelIdentity, Profile,
@@ -209,7 +209,7 @@ fn an_engine_that_fails_ends_the_evaluation() {
         assert_eq!(error.category().exit_code(), code, "{error}");
         assert!(error.to_string().contains(phrase), "{error}");
     };
-    refused(Broken(vocab, |_| Err("no such device".into())), 6, "no such device");
+    refused(Broken(vocab, |_| Err("no such device".into())), 5, "the engine failed: no such device");
     refused(Broken(vocab, |_| Ok(())), 6, "0 logits for");
     let one = |out: &mut Vec<f32>| {
         out.push(1.0);
@@ -225,6 +225,27 @@ fn an_engine_that_fails_ends_the_evaluation() {
     };
     assert_eq!((vocab, text.windows[0].scored()), (4096, 63));
     refused(Broken(vocab, nan), 6, "NaN or infinite");
+}
+
+#[test]
+fn errors_of_an_engine_keep_their_category_and_source() {
+    let directory = ModelDirectory::open(&demo_model()).unwrap();
+    let text = text(&directory);
+    let failed = |fails: fn(&mut Vec<f32>) -> Result<(), Failure>| {
+        let engine: &dyn LogitsModel = &Broken(4096, fails);
+        perplexity(engine, &text, &mut Journal::none(), &Silent, &CancelToken::new()).unwrap_err()
+    };
+    // Errors of this crate are returned as they are.
+    let interrupted = failed(|_| Err(Error::Interrupted.into()));
+    assert!(matches!(interrupted, Error::Interrupted), "{interrupted}");
+    let usage = failed(|_| Err(Error::usage("the window is too long", "use shorter windows").into()));
+    assert_eq!((usage.category(), usage.remedy().marked()), (Category::Usage, "use shorter windows"));
+    assert_eq!(usage.to_string(), "the window is too long");
+    // Others are the source.
+    let other = failed(|_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()));
+    let source = std::error::Error::source(&other).and_then(|source| source.downcast_ref::<std::io::Error>());
+    assert_eq!(source.map(std::io::Error::kind), Some(std::io::ErrorKind::TimedOut), "{other}");
+    assert_eq!((other.category(), other.category().exit_code()), (Category::Environment, 5));
 }
 
 /// Logits that depend on the token and its position only: a hash, from −8 to 8.
@@ -423,7 +444,7 @@ fn an_interrupted_evaluation_of_an_engine_resumes() {
     let first = Ranged::new(300, 3, 6);
     let error = run(&first, &mut open()).unwrap_err();
     assert!(error.to_string().contains("the engine failed: out of memory"), "{error}");
-    assert_eq!(error.category().exit_code(), 6);
+    assert_eq!(error.category().exit_code(), 5);
     // Batches of 4 windows would begin before the end of the kept ones.
     let second = Ranged::new(300, 4, usize::MAX);
     assert_eq!(run(&second, &mut open()).unwrap(), expected);

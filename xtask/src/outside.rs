@@ -4,6 +4,9 @@
 //! The dependencies of all three are counted, and so are those of the library for C programs. The programs use the
 //! workspace's lock file and target directory.
 
+mod decode;
+mod scatter;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -11,6 +14,8 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use self::decode::Outputs;
+use self::scatter::scatter;
 use crate::support::shell::{cargo, root, run as execute, target_dir};
 
 /// Maximum number of crates that an engine depends on with `quant-formats` and `quant-kernels-cpu`, including these
@@ -24,13 +29,15 @@ const MAX_PIPELINE_CRATES: usize = 168;
 /// Crates of these two features, which must not be among the dependencies.
 const LEFT_OUT: [&str; 4] = ["cudarc", "libloading", "quant-kernels-cuda", "minijinja"];
 
-/// The formats and schemes of the checkpoints that `read` reads.
-const CHECKPOINTS: [(&str, &str); 5] = [
-    ("awq", "w4a16-g32-asym"),
-    ("gptq", "w4a16-g32-sym"),
-    ("compressed-tensors", "w4a16-g32-sym"),
-    ("compressed-tensors", "w8a8-channel-sym"),
-    ("qserve", "w4a8-g128-asym-progressive"),
+/// The formats and schemes of the checkpoints that `read` reads, and whether it also reads one whose groups of inputs are
+/// not adjacent.
+const CHECKPOINTS: [(&str, &str, bool); 6] = [
+    ("awq", "w4a16-g32-asym", false),
+    ("gptq", "w4a16-g32-sym", true),
+    ("compressed-tensors", "w4a16-g32-sym", true),
+    ("compressed-tensors", "w8a8-channel-sym", false),
+    ("qserve", "w4a8-g128-asym-progressive", false),
+    ("modelopt", "wf4a16-g16-nv", false),
 ];
 
 /// Builds and runs the programs.
@@ -50,8 +57,7 @@ pub fn run() -> Result<()> {
     let programs = target_dir().join("debug");
     let (quant, read) = (programs.join("quant"), programs.join("read"));
     let model = demo(&scratch)?;
-    let mut first: Vec<(String, f64)> = Vec::new();
-    for (format, scheme) in CHECKPOINTS {
+    for (format, scheme, scatters) in CHECKPOINTS {
         let out = scratch.join(format!("{format}-{scheme}"));
         let mut quantize = Command::new(&quant);
         quantize
@@ -59,12 +65,12 @@ pub fn run() -> Result<()> {
             .arg(&model)
             .args(["--method", "rtn", "--format", format, "--scheme", scheme]);
         execute(quantize.arg("-o").arg(&out))?;
-        let printed = output(Command::new(&read).arg(&out))?;
-        let linears = outputs(&printed)?;
-        ensure!(linears.len() >= 28, "{format} {scheme}: {} linears\n{printed}", linears.len());
-        match first.is_empty() {
-            true => first = linears,
-            false => agree(format, &first, &linears)?,
+        check_outputs(&read, &out, format).with_context(|| format!("{format} {scheme}"))?;
+        if scatters {
+            let scattered = scratch.join(format!("{format}-{scheme}-scattered"));
+            scatter(&out, &scattered, format)?;
+            check_outputs(&read, &scattered, format)
+                .with_context(|| format!("{format} {scheme}, scattered"))?;
         }
     }
     let refused = Command::new(&read).arg(&model).output()?;
@@ -198,27 +204,47 @@ fn output(command: &mut Command) -> Result<String> {
     Ok(text)
 }
 
-/// Name and first output of each linear that `read` prints.
-fn outputs(printed: &str) -> Result<Vec<(String, f64)>> {
-    printed
-        .lines()
-        .map(|line| {
-            let (head, value) = line.rsplit_once(": ").context("no value")?;
-            let name = head.split(' ').next().context("no name")?;
-            Ok((name.to_owned(), value.parse().with_context(|| line.to_owned())?))
-        })
-        .collect()
+/// Compares what `read` prints with the outputs computed from the bytes.
+fn check_outputs(read: &Path, checkpoint: &Path, format: &str) -> Result<()> {
+    let printed = output(Command::new(read).arg(checkpoint))?;
+    let expected = decode::outputs(checkpoint, format)?;
+    ensure!(expected.len() >= 28, "{} linears", expected.len());
+    agree(&expected, &printed_outputs(&printed)?)
 }
 
-fn agree(format: &str, first: &[(String, f64)], other: &[(String, f64)]) -> Result<()> {
-    ensure!(first.len() == other.len(), "{format}: {} linears, not {}", other.len(), first.len());
-    let size = first.iter().map(|(_, value)| value.abs()).sum::<f64>() / first.len() as f64;
-    let mut distance = 0.0;
-    for ((name, a), (other, b)) in first.iter().zip(other) {
-        ensure!(name == other, "{format}: found {other} instead of {name}");
-        distance += (a - b).abs() / first.len() as f64;
+/// Name, shape and outputs of a linear.
+type Printed = (String, String, Vec<f64>);
+
+/// The linears that `read` prints, in the order of their names.
+fn printed_outputs(printed: &str) -> Result<Vec<Printed>> {
+    let linear = |line: &str| -> Result<Printed> {
+        let (head, values) = line.split_once(": ").context("no outputs")?;
+        let mut words = head.splitn(3, ' ').map(str::to_owned);
+        let (name, _, shape) = (words.next(), words.next(), words.next());
+        let values = values.split(' ').map(str::parse).collect::<Result<_, _>>()?;
+        Ok((name.unwrap_or_default(), shape.context("no shape")?, values))
+    };
+    let mut all: Vec<_> =
+        printed.lines().map(|line| linear(line).with_context(|| line.to_owned())).collect::<Result<_>>()?;
+    all.sort_by(|(a, ..), (b, ..)| a.cmp(b));
+    Ok(all)
+}
+
+/// Fails unless all outputs are within their bounds.
+fn agree(expected: &[Outputs], printed: &[Printed]) -> Result<()> {
+    ensure!(printed.len() == expected.len(), "{} linears, not {}", printed.len(), expected.len());
+    for (expected, (name, shape, values)) in expected.iter().zip(printed) {
+        let Outputs { name: expected_name, shape: expected_shape, values: exact, bounds } = expected;
+        ensure!(name == expected_name, "found {name} instead of {expected_name}");
+        ensure!(*shape == format!("{expected_shape:?}"), "{name} has shape {shape}, not {expected_shape:?}");
+        ensure!(values.len() == exact.len(), "{name} has {} outputs, not {}", values.len(), exact.len());
+        for (o, ((value, exact), bound)) in values.iter().zip(exact).zip(bounds).enumerate() {
+            ensure!(
+                (value - exact).abs() <= *bound,
+                "{name}: output {o} is {value}, but must be within {bound:e} of {exact}"
+            );
+        }
     }
-    ensure!(distance < size, "{format}: outputs differ by {distance}, at magnitude {size}");
     Ok(())
 }
 
@@ -324,14 +350,33 @@ mod tests {
     }
 
     #[test]
-    fn outputs_are_read() {
-        let printed = "a.b w4a16-g32-sym [4, 64]: -1.5e0\nc w4a16-g32-sym [4, 64]: 2.0e0\n";
-        let all = outputs(printed).unwrap();
-        assert_eq!(all, [("a.b".to_owned(), -1.5), ("c".to_owned(), 2.0)]);
-        assert!(agree("x", &all, &all).is_ok());
-        assert!(agree("x", &all, &all[..1]).is_err());
-        let far = [("a.b".to_owned(), 5.0), ("c".to_owned(), -4.0)];
-        assert!(agree("x", &all, &far).is_err());
-        assert!(outputs("a.b").is_err());
+    fn outputs_are_read_and_compared() {
+        let printed = "c w4a16-g32-sym [2, 64]: 2.0e0 3e0\na.b w4a16-g32-sym [2, 64]: -1.5e0 0e0\n";
+        let all = printed_outputs(printed).unwrap();
+        let of = |name: &str, values: [f64; 2]| (name.to_owned(), "[2, 64]".to_owned(), values.to_vec());
+        assert_eq!(all, [of("a.b", [-1.5, 0.0]), of("c", [2.0, 3.0])]);
+        let exact = |name: &str, values: [f64; 2]| Outputs {
+            name: name.into(),
+            shape: [2, 64],
+            values: values.to_vec(),
+            bounds: vec![1e-3; 2],
+        };
+        let expected = [exact("a.b", [-1.5005, 0.0]), exact("c", [2.0, 3.0])];
+        assert!(agree(&expected, &all).is_ok());
+        assert!(agree(&expected, &all[..1]).is_err());
+        let change = |change: fn(&mut Outputs)| {
+            let mut changed = expected.clone();
+            change(&mut changed[1]);
+            agree(&changed, &all).unwrap_err().to_string()
+        };
+        assert!(change(|c| c.values.swap(0, 1)).contains("c: output 0 is 2"));
+        assert!(change(|c| c.values[1] = 3.002).contains("c: output 1 is 3"));
+        assert!(change(|c| c.values[1] = f64::NAN).contains("c: output 1 is 3"));
+        assert!(change(|c| c.name = "d".into()).contains("found c instead of d"));
+        assert!(change(|c| c.shape = [64, 2]).contains("has shape [2, 64]"));
+        assert!(change(|c| c.values.truncate(1)).contains("has 2 outputs"));
+        for text in ["a.b", "a.b x [2, 64]: one", "a.b x: 1"] {
+            assert!(printed_outputs(text).is_err(), "{text}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::Error;
 use crate::checkpoint::WEIGHT_FLOATS;
+use crate::format::quant_methods;
 use crate::names::suggestion;
 use crate::wording::Remedy;
 
@@ -80,12 +81,10 @@ impl Error {
                 adds a second rounding error"
                     .into()
             }
-            Self::UnsupportedQuantization { .. } => {
-                "supported formats: compressed-tensors, AWQ (gemm), GPTQ, QServe, ModelOpt, FP8 \
-                (quant_method fp8) and MXFP4 (quant_method mxfp4); otherwise start from the original float \
-                checkpoint"
-                    .into()
-            }
+            Self::UnsupportedQuantization { .. } => format!(
+                "supported values of `quant_method`: {}; otherwise start from the original float checkpoint",
+                quant_methods().collect::<Vec<_>>().join(", ")
+            ),
             Self::NotRepackable { .. } => "quantize the original float checkpoint to this format".into(),
             Self::Tokenizer { .. } => {
                 "download the model's tokenizer.json and tokenizer_config.json into the model directory, from the \
@@ -143,6 +142,9 @@ impl Error {
             }
             Self::Logits { .. } => {
                 "check whether the original model produces finite logits on the same text".into()
+            }
+            Self::Engine(_) => {
+                "this is an error of the program that runs the model: correct what it reports".into()
             }
             Self::Calibration { .. } => {
                 "the model probably overflows on this text: check whether ‹eval()› reports a finite perplexity on \

@@ -394,6 +394,12 @@ pub trait PackedReader: Send + Sync {
         false
     }
 
+    /// The parts of the configuration that are not followed, in sentences for the user. The weights have the values that
+    /// the checkpoint stores in any case.
+    fn notes(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Returns the dtype of a quantized module's scales.
     ///
     /// # Errors
@@ -451,6 +457,23 @@ pub trait PackedReader: Send + Sync {
 /// assert!(names.contains(&"awq") && names.contains(&"compressed-tensors"));
 /// ```
 pub static CONTAINERS: &[&dyn Container] = &[&CompressedTensors, &AutoAwq, &GptqV1, &QServe, &ModelOpt];
+
+/// The function that creates a format's reader, as [`Container::reader`].
+type ReaderOf = fn(&Value) -> Result<Option<Box<dyn PackedReader>>, String>;
+
+/// The formats that this version only reads: their `quant_method`, and their reader.
+static READ_ONLY: &[(&str, ReaderOf)] =
+    &[(native_fp8::METHOD, native_fp8::reader), (mxfp4::METHOD, mxfp4::reader)];
+
+/// Returns the `quant_method` of each format that this version reads.
+///
+/// ```
+/// let methods: Vec<_> = quant_formats::format::quant_methods().collect();
+/// assert!(methods.contains(&"compressed-tensors") && methods.contains(&"fp8"), "{methods:?}");
+/// ```
+pub fn quant_methods() -> impl Iterator<Item = &'static str> {
+    CONTAINERS.iter().map(|c| c.quant_method()).chain(READ_ONLY.iter().map(|(method, _)| *method))
+}
 
 /// Returns the format of that name.
 ///
@@ -514,11 +537,10 @@ pub fn reader_with(
             return Ok(reader);
         }
     }
-    if let Some(reader) = native_fp8::reader(quantization_config)? {
-        return Ok(Box::new(reader));
-    }
-    if let Some(reader) = mxfp4::reader(quantization_config) {
-        return Ok(Box::new(reader));
+    for (_, reader) in READ_ONLY {
+        if let Some(reader) = reader(quantization_config)? {
+            return Ok(reader);
+        }
     }
     match quantization_config.get("quant_method").and_then(Value::as_str) {
         Some(method) => {

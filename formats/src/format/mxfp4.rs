@@ -21,15 +21,16 @@ use crate::scheme::{FloatFormat, Granularity, LinearScheme, MX_GROUP, WeightForm
 use crate::{Error, Result};
 
 /// `quant_method`.
-const METHOD: &str = "mxfp4";
+pub(super) const METHOD: &str = "mxfp4";
 /// Name suffixes of codes and scales, after the name of the float tensor.
 pub const SUFFIXES: [&str; 2] = ["_blocks", "_scales"];
 /// Columns that share a scale.
 pub const BLOCK: usize = 32;
 
-/// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods.
-pub(super) fn reader(config: &Value) -> Option<Mxfp4> {
-    (config.get("quant_method").and_then(Value::as_str) == Some(METHOD)).then_some(Mxfp4)
+/// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods. It never fails.
+pub(super) fn reader(config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
+    let is_own = config.get("quant_method").and_then(Value::as_str) == Some(METHOD);
+    Ok(is_own.then(|| Box::new(Mxfp4) as Box<dyn PackedReader>))
 }
 
 /// The scheme of these weights.

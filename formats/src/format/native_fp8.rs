@@ -26,7 +26,7 @@ use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearSch
 use crate::{Error, Result};
 
 /// `quant_method`.
-const METHOD: &str = "fp8";
+pub(super) const METHOD: &str = "fp8";
 /// Name suffixes of scales, in search order.
 const SCALES: [&str; 4] = ["weight_scale_inv", "weight_scale", "scale", "qscale_weight"];
 /// Name suffixes of input scales.
@@ -54,7 +54,7 @@ struct Module {
 ///
 /// # Errors
 /// A reason that names the key, when the configuration uses a feature that this reader does not implement.
-pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
+pub(super) fn reader(config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
     if config.get("quant_method").and_then(Value::as_str) != Some(METHOD) {
         return Ok(None);
     }
@@ -75,7 +75,7 @@ pub(super) fn reader(config: &Value) -> Result<Option<NativeFp8>, String> {
         Some(Some("static")) => true,
         Some(_) => return refuse("activation_scheme", "must be dynamic or static".into()),
     };
-    Ok(Some(NativeFp8 { reads_fp4: true, ..NativeFp8::new(static_inputs) }))
+    Ok(Some(Box::new(NativeFp8 { reads_fp4: true, ..NativeFp8::new(static_inputs) })))
 }
 
 impl NativeFp8 {

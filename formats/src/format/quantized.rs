@@ -116,8 +116,8 @@ impl QuantizedCheckpoint {
         })?;
         let source: Arc<dyn TensorSource> = directory.source().clone();
         let opened = Self::new(source, directory.config_path(), settings)?;
-        let (config, warnings) = (directory.config().clone(), directory.warnings().to_vec());
-        Ok(Self { config, warnings, ..opened })
+        let warnings = [directory.warnings(), &opened.warnings].concat();
+        Ok(Self { config: directory.config().clone(), warnings, ..opened })
     }
 
     /// Creates a checkpoint from its tensors and its `quantization_config`; `path` is for messages.
@@ -136,7 +136,8 @@ impl QuantizedCheckpoint {
     pub fn with_reader(source: Arc<dyn TensorSource>, mut reader: Box<dyn PackedReader>) -> Result<Self> {
         reader.survey(source.as_ref())?;
         let linears = linears(source.as_ref(), reader.as_ref())?;
-        Ok(Self { source, config: Map::new(), reader, linears, warnings: Vec::new() })
+        let warnings = reader.notes();
+        Ok(Self { source, config: Map::new(), reader, linears, warnings })
     }
 
     /// The quantized linears, sorted by name, each expert's individually. Embeddings are not included.
@@ -293,7 +294,8 @@ impl QuantizedCheckpoint {
         self.reader.has_fp8_cache()
     }
 
-    /// Problems that do not make the directory unreadable, one line each.
+    /// Problems that do not make the checkpoint unreadable, and parts of its configuration that are
+    /// [not followed](PackedReader::notes), one line each.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }

@@ -103,7 +103,8 @@ impl QuantizedTensor {
     /// Returns a view of the matrix for the kernels.
     ///
     /// # Errors
-    /// [`Error::Usage`] when it has an [order of inputs](Self::input_order); when the parts are inconsistent. Code that creates a tensor from a file must call this to check it.
+    /// [`Error::Usage`] when it has an [order of inputs](Self::input_order); [`Error::Internal`] when the parts are
+    /// inconsistent. Code that creates a tensor from a file must call this to check it.
     pub fn view(&self) -> Result<WeightView<'_>> {
         self.view_with(None)
     }
@@ -130,14 +131,14 @@ impl QuantizedTensor {
     /// When the parts are inconsistent, or the order does not name each input once.
     pub fn sorted_view(&self) -> Result<(WeightView<'_>, Option<&[u32]>)> {
         let order = self.input_order.as_deref();
-        let k = self.shape[1];
-        let mut seen = vec![false; if order.is_some() { k } else { 0 }];
+        let view = self.sorted_view_with(None)?;
+        let mut seen = vec![false; order.map_or(0, <[u32]>::len)];
         let mut is_new =
             |input: &u32| seen.get_mut(*input as usize).is_some_and(|seen| !std::mem::replace(seen, true));
-        if order.is_some_and(|order| order.len() != k || !order.iter().all(&mut is_new)) {
+        if order.is_some_and(|order| order.len() != view.k() || !order.iter().all(&mut is_new)) {
             return Err(Error::Internal("the order of inputs does not name each input once".into()));
         }
-        Ok((self.sorted_view_with(None)?, order))
+        Ok((view, order))
     }
 
     fn sorted_view_with<'a>(&'a self, scale_codes: Option<&'a [u8]>) -> Result<WeightView<'a>> {
@@ -373,10 +374,11 @@ impl QuantizedTensor {
     /// Returns the whole matrix as `f32`, `[n, k]` row-major, with columns in the order of the inputs.
     ///
     /// # Errors
-    /// When the parts are inconsistent.
+    /// [`Error::Internal`] when the parts are inconsistent; [`Error::Memory`].
     pub fn dequantize(&self) -> Result<Vec<f32>> {
-        let mut out = allocate::zeros(self.shape[0] * self.shape[1], "a weight in f32")?;
+        // The view checks that there is a code for each weight, so the product of the sizes cannot overflow.
         let (view, order) = self.sorted_view()?;
+        let mut out = allocate::zeros(view.n() * view.k(), "a weight in f32")?;
         dequantize_rows(&view, 0..view.n(), &mut out).map_err(|e| Error::Internal(e.to_string()))?;
         if let Some(order) = order {
             restore_input_order(&mut out, order);
@@ -416,6 +418,20 @@ mod tests {
         assert_eq!(with.restated(without.scheme, Dtype::F16).unwrap(), without);
         let channel = tensor("w4a16-g64-sym", Dtype::F16);
         assert!(channel.restated("w4a16-channel-sym".parse().unwrap(), Dtype::F16).is_ok());
+    }
+
+    #[test]
+    fn shapes_that_do_not_match_the_codes_are_errors() {
+        let weight = tensor("w4a16-g32-sym", Dtype::F16);
+        let (n, k) = (usize::MAX / 32 + 1, 64);
+        for shape in [[n, k], [k, n], [usize::MAX; 2], [8, 96], [0, 64], [8, 0]] {
+            for input_order in [None, Some((0..64).collect())] {
+                let tensor = QuantizedTensor { shape, input_order, ..weight.clone() };
+                let error = tensor.dequantize().unwrap_err();
+                assert!(matches!(&error, Error::Internal(_)), "{shape:?}: {error}");
+                assert!(error.to_string().contains("inconsistent"), "{shape:?}: {error}");
+            }
+        }
     }
 
     #[test]

@@ -161,7 +161,7 @@ pub fn run(
             observer: &session.progress,
             cancel: &session.cancel,
         };
-        pipeline::quantize(&job, &mut sink)?;
+        pipeline::quantize_job(&job, &mut sink)?;
         let config = pipeline::quantized_config(&opened.directory, &plan)?;
         let config = serde_json::from_str(&config).map_err(|e| Error::Internal(e.to_string()))?;
         let source: Arc<dyn TensorSource> = Arc::new(sink.into_source()?);

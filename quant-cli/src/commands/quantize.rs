@@ -99,7 +99,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     output::distinct(&written, &request.files_read())?;
     output::outside(&written[..1], &[&args.model, &args.output])?;
     args.json.check()?;
-    let (_, summary) = quantize(&request, args.report.as_deref(), session)?;
+    let (_, summary) = run_request(&request, args.report.as_deref(), session)?;
     args.json.emit_by(&summary, || {
         output::print(&match &summary {
             Summary::Checkpoints(summary) => {
@@ -121,7 +121,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 /// # Errors
 /// Same as [`quant_core::run::quantize`]; also [`Error::Usage`] for a report that these formats do not support or whose
 /// path is not allowed, and [`Error::Io`] for one that cannot be written.
-pub fn quantize(
+pub fn run_request(
     request: &QuantizeRequest,
     report: Option<&Path>,
     session: &Session,

@@ -63,17 +63,17 @@ pub struct Job<'a> {
 /// # Errors
 /// When a tensor cannot be read or written, holds values that cannot be quantized, or the run is cancelled
 /// ([`Error::Interrupted`]; committed tensors stay).
-pub fn quantize(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport> {
+pub fn quantize_job(job: &Job<'_>, sink: &mut dyn TensorSink) -> Result<QuantReport> {
     let mut reports = quantize_each(std::slice::from_ref(job), vec![sink])?;
     reports.pop().ok_or_else(|| Error::Internal("the run produced no report".into()))
 }
 
 /// Runs several plans for one model, such as those for several formats, each into the sink at the same position. The
-/// result of each is byte-identical to that of [`quantize`] alone. Except with GPTQ, the batch passes through the model
-/// only once.
+/// result of each is byte-identical to that of [`quantize_job`] alone. The batch passes through the model only once, unless
+/// the rounding [needs states](crate::round::Rounding::inputs).
 ///
 /// # Errors
-/// As [`quantize`], and [`Error::Internal`] unless all jobs have the same model, batch, method and search, and one sink
+/// As [`quantize_job`], and [`Error::Internal`] unless all jobs have the same model, batch, method and search, and one sink
 /// each.
 pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Result<Vec<QuantReport>> {
     quantize_each_with(jobs, sinks, &StateFiles::default())
@@ -82,10 +82,10 @@ pub fn quantize_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>) -> Resul
 /// Runs a plan over some of a model's blocks ([`Plan::part`]). The hidden states come from the file that the job over
 /// the preceding blocks wrote, and those after the last block are written for the next job.
 ///
-/// The jobs over the parts of a plan, run in order, write the same bytes as [`quantize`].
+/// The jobs over the parts of a plan, run in order, write the same bytes as [`quantize_job`].
 ///
 /// # Errors
-/// As [`quantize`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] if the
+/// As [`quantize_job`]; [`Error::Usage`] when a job that begins inside the model has no states; [`Error::InputFile`] if the
 /// states belong to a different run or are damaged.
 pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFiles) -> Result<QuantReport> {
     let mut reports = quantize_each_with(std::slice::from_ref(job), vec![sink], states)?;

@@ -4,5 +4,6 @@
 //! other's rounding errors.
 
 pub mod gptq;
+pub(crate) mod layer_inputs;
 
 pub use quant_formats::quantize::*;

@@ -338,7 +338,7 @@ pub fn method(name: &str) -> Result<Method> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quantize::gptq::LayerInputs;
+    use crate::round::LayerInputs;
 
     #[test]
     fn names_come_back() {

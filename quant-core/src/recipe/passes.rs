@@ -6,7 +6,7 @@
 //! use a copy from before that pass.
 
 use super::Plan;
-use crate::quantize::gptq::LayerInputs;
+use crate::round::LayerInputs;
 use crate::round::States;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,8 +7,8 @@ use super::{Action, PassPlan, Plan};
 use crate::checkpoint::Dtype;
 use crate::digest::sha256_hex;
 use crate::model::{Model, WeightBody, multiply};
-use crate::quantize::gptq::LayerInputs;
 use crate::quantize::{SourceRows, quantize_tensor};
+use crate::round::LayerInputs;
 use crate::transform::Workload;
 use crate::{Error, Result};
 

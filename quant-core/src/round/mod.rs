@@ -21,12 +21,14 @@ use serde_json::{Map, Value};
 pub use gptq::{Gptq, GptqRecord};
 pub use nearest::Nearest;
 
+pub use crate::quantize::layer_inputs::LayerInputs;
+
 use crate::calibrate::{ExpertSampling, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::format::Container;
 use crate::keys::StepKey;
 use crate::model::{Block, NodeId, WeightBody};
-use crate::quantize::gptq::LayerInputs;
+use crate::quantize::gptq::GptqSettings;
 use crate::quantize::{ErrorStats, QuantizedTensor, RowsError, ScaleContext, SourceRows, quantize_within};
 use crate::scheme::LinearScheme;
 use crate::transform::{LinearGrid, Rewrite, TransformSettings, Workload};
@@ -139,6 +141,13 @@ pub trait Rounding: Debug + Send + Sync {
         None
     }
 
+    /// If blocks depend on the results of earlier blocks: the settings without this dependence, as a remedy with
+    /// [marked](crate::wording) settings. A job in units needs independent blocks. By default, there are no such
+    /// settings.
+    fn independent_blocks(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Whether only one expert's weights are in memory at a time while a block is rounded.
     fn takes_experts_apart(&self, _settings: &TransformSettings) -> bool {
         false
@@ -155,7 +164,7 @@ pub trait Rounding: Debug + Send + Sync {
     }
 
     /// How the rounding applies to the blocks of GGUF files.
-    fn blocks(&self) -> BlockRounding {
+    fn blocks(&self, _settings: &TransformSettings) -> BlockRounding {
         BlockRounding::Unsupported
     }
 
@@ -219,14 +228,18 @@ pub struct RoundingMemory {
 }
 
 /// How a rounding applies to the blocks of GGUF files.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum BlockRounding {
     /// Each weight is rounded by itself, with the search of scales that is requested.
     Nearest,
     /// Errors are compensated with the Hessian of the inputs ([`encode_blocks`](crate::quantize::gptq::encode_blocks)).
-    /// Only these keys of [`GptqSettings`](crate::quantize::gptq::GptqSettings) apply.
-    Compensated(&'static [&'static str]),
+    Compensated {
+        /// The keys of the rounding that apply to blocks.
+        keys: &'static [&'static str],
+        /// Settings of the compensation, which follow from those of the rounding.
+        settings: GptqSettings,
+    },
     /// It cannot write GGUF files.
     Unsupported,
 }
@@ -293,6 +306,97 @@ impl RoundingTask<'_> {
 }
 
 /// A block that is being rounded. The results of a stage may be written before the next stage begins.
+///
+/// ```
+/// use std::sync::Arc;
+/// use quant_core::calibrate::{HiddenStates, TokenWindows};
+/// # use quant_core::checkpoint::{MemorySink, ModelDirectory};
+/// use quant_core::model::{Model, WeightBody};
+/// use quant_core::pipeline::{Job, quantize_job};
+/// use quant_core::quantize::{ScaleContext, quantize_within};
+/// use quant_core::recipe::{Extensions, Plan, Recipe};
+/// use quant_core::round::{
+///     LayerInputs, Rounded, Rounding, RoundingTask, StageRounded, StagedRounding, States,
+/// };
+/// use quant_core::transform::TransformSettings;
+/// use quant_core::{CancelToken, Error, Result, Silent};
+/// use serde_json::json;
+/// # mod tiny { include!(concat!(env!("CARGO_MANIFEST_DIR"), "/examples/support/tiny.rs")); }
+///
+/// /// Rounds all linears of a block to nearest, in one stage.
+/// #[derive(Debug)]
+/// struct AtOnce;
+///
+/// impl Rounding for AtOnce {
+///     fn name(&self) -> &'static str {
+///         "at-once"
+///     }
+///
+///     fn summary(&self) -> &'static str {
+///         "rounds a block to nearest"
+///     }
+///
+///     fn inputs(&self, _: &TransformSettings) -> Option<LayerInputs> {
+///         Some(LayerInputs::Float)
+///     }
+///
+///     fn begin<'a>(
+///         &self,
+///         task: RoundingTask<'a>,
+///         (which, states): (States, &'a mut HiddenStates),
+///         advance: bool,
+///     ) -> Result<Box<dyn StagedRounding + 'a>> {
+///         // A rounding that measures errors would pass the states through the block here.
+///         if advance && which == States::Float {
+///             states.advance(&task.block, task.cancel)?;
+///         }
+///         let tokens = states.layout().tokens() as u64;
+///         Ok(Box::new(Stage { task: Some(task), tokens }))
+///     }
+/// }
+///
+/// struct Stage<'a> {
+///     task: Option<RoundingTask<'a>>,
+///     tokens: u64,
+/// }
+///
+/// impl StagedRounding for Stage<'_> {
+///     fn next_stage(&mut self) -> Result<Option<StageRounded>> {
+///         let Some(task) = self.task.take() else { return Ok(None) };
+///         let mut rounded = StageRounded::new();
+///         for (&node, grid) in task.grids {
+///             let weight = task.block.linear(node).weight().read()?;
+///             let rows = weight.as_float().ok_or_else(|| Error::Internal("quantized already".into()))?;
+///             let clip = task.rewrite.clips.get(&node).map(Vec::as_slice);
+///             let target = (grid.scheme, grid.scale_dtype);
+///             let (tensor, _) = quantize_within(rows, weight.shape(), target, clip, ScaleContext::default())
+///                 .map_err(|error| error.within(&task.tensor(node), None))?;
+///             let weight = Arc::new(WeightBody::Quantized(task.stored(node, tensor)?));
+///             let record = json!({ "stage": 0 });
+///             rounded.insert(node, Rounded { weight, record, tokens: self.tokens, routed: None });
+///         }
+///         Ok(Some(rounded))
+///     }
+///
+///     fn finish(self: Box<Self>) -> Result<()> {
+///         Ok(()) // `begin` has advanced the states
+///     }
+/// }
+/// # let temporary = tempfile::tempdir().unwrap();
+/// # tiny::tiny_llama(temporary.path()).unwrap();
+/// # let model = Model::open(&ModelDirectory::open(temporary.path())?)?;
+///
+/// let extensions = Extensions { roundings: vec![&AtOnce], ..Extensions::default() };
+/// let recipe = Recipe::parse_with("[quantize]\nmethod = 'at-once'\nscheme = 'w4a16-g32'\n", &extensions)?;
+/// let plan = Plan::new(&model, &recipe, recipe.containers[0])?;
+/// let windows = TokenWindows::cut((0..64).collect(), 16);
+/// let (windows, cancel) = (Some(&windows), CancelToken::new());
+/// let job = Job { model: &model, plan: &plan, windows, maxima: None, observer: &Silent, cancel: &cancel };
+/// let report = quantize_job(&job, &mut MemorySink::new(plan.outputs())?)?;
+/// let linears = report.tensors.iter().filter(|tensor| tensor.records.get("at-once") == Some(&json!({ "stage": 0 })));
+/// assert_eq!(linears.count(), 2 * 7);
+/// # Ok::<(), quant_core::Error>(())
+/// ```
 pub trait StagedRounding {
     /// Rounds the linears of the next stage; returns `None` after the last stage. Every linear of the task's grids must
     /// be in one stage.

@@ -1,6 +1,7 @@
 //! Rounding to nearest.
 
 use super::{BlockRounding, Rounding};
+use crate::transform::TransformSettings;
 
 /// Rounds each weight to the nearest value of its grid.
 #[derive(Debug, Clone, Copy)]
@@ -15,7 +16,7 @@ impl Rounding for Nearest {
         "rounds to nearest; needs a calibration text only for static scales"
     }
 
-    fn blocks(&self) -> BlockRounding {
+    fn blocks(&self, _settings: &TransformSettings) -> BlockRounding {
         BlockRounding::Nearest
     }
 }

@@ -13,7 +13,7 @@ use crate::model::Preparation;
 use crate::names::unknown;
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Extensions, METHODS, Method, Pattern, no_key, step_of};
-use crate::round::BlockRounding;
+use crate::round::{BlockRounding, Rounding};
 use crate::transform::{Transform, TransformSettings};
 use crate::{Error, Result};
 
@@ -130,16 +130,15 @@ impl RecipeSettings {
         Ok(request)
     }
 
-    /// Returns the steps of the method, and the settings of GPTQ if it compensates errors.
+    /// Returns the steps of the method, and the settings with which its rounding compensates errors, if it does.
     fn gguf_method(&self) -> Result<GgufMethod> {
         let mut found = GgufMethod::default();
         let Some(name) = self.method.as_deref() else { return Ok(found) };
         let method = Extensions::default().method(name)?;
-        let rounding = method.rounding.blocks();
         let unsupported = method.preparation.map(Preparation::name);
         let unsupported = unsupported.or_else(|| {
             let transform = method.transforms.iter().find(|t| !t.supports_blocks()).map(|t| t.name());
-            transform.or((rounding == BlockRounding::Unsupported).then(|| method.rounding.name()))
+            transform.or((!rounds_blocks(method.rounding)).then(|| method.rounding.name()))
         });
         if let Some(step) = unsupported {
             let named = METHODS.iter().filter(|method| is_supported(method)).map(|method| &*method.name);
@@ -164,29 +163,33 @@ impl RecipeSettings {
             }
         }
         found.transforms = method.transforms.to_vec();
-        found.gptq = self.gguf_compensation(method.rounding.name(), rounding)?;
+        found.gptq = self.gguf_compensation(method.rounding, &mut found.settings)?;
         Ok(found)
     }
 
-    /// Returns the settings of GPTQ if the rounding compensates errors.
-    fn gguf_compensation(&self, name: &str, rounding: BlockRounding) -> Result<Option<GptqSettings>> {
-        let given = self.gguf_keys(name)?;
-        let BlockRounding::Compensated(applies) = rounding else {
-            return match given.first() {
-                Some((key, _)) => Err(no_key(name, key, &[])),
-                None => Ok(None),
-            };
+    /// Sets the given keys of a rounding. Returns the settings with which it compensates errors, if it does.
+    fn gguf_compensation(
+        &self,
+        rounding: &dyn Rounding,
+        settings: &mut TransformSettings,
+    ) -> Result<Option<GptqSettings>> {
+        let name = rounding.name();
+        let applies = match rounding.blocks(settings) {
+            BlockRounding::Compensated { keys, .. } => keys,
+            _ => &[],
         };
-        let mut settings = GptqSettings::default();
-        let keys = GptqSettings::keys();
-        for (key, value) in given {
+        let keys = rounding.keys();
+        for (key, value) in self.gguf_keys(name)? {
             let known = keys.iter().find(|known| known.name == key);
             let known = known.ok_or_else(|| no_key(name, key, &keys))?;
             if !applies.contains(&key) {
-                let names = applies.join(", ");
+                let names = match applies {
+                    [] => "none of its keys".to_owned(),
+                    _ => format!("only {}", applies.join(", ")),
+                };
                 return Err(Error::usage(
                     format!(
-                        "`{key}` of `{name}` has no effect with ‹format={}›: only {names} applies to the blocks of \
+                        "`{key}` of `{name}` has no effect with ‹format={}›: {names} applies to the blocks of \
                          GGUF files",
                         gguf::FORMAT
                     ),
@@ -196,9 +199,10 @@ impl RecipeSettings {
                     },
                 ));
             }
-            settings.set(key, &value)?;
+            rounding.set(key, &value, settings)?;
         }
-        settings.check()?;
+        rounding.check(settings)?;
+        let BlockRounding::Compensated { settings, .. } = rounding.blocks(settings) else { return Ok(None) };
         if self.gguf.reference_search {
             return Err(Error::usage(
                 format!("‹reference_search› and `{name}` cannot be combined"),
@@ -263,7 +267,12 @@ struct GgufMethod {
 fn is_supported(method: &Method) -> bool {
     method.preparation.is_none()
         && method.transforms.iter().all(|t| t.supports_blocks())
-        && method.rounding.blocks() != BlockRounding::Unsupported
+        && rounds_blocks(method.rounding)
+}
+
+/// Whether a rounding applies to blocks, whatever its settings are.
+fn rounds_blocks(rounding: &dyn Rounding) -> bool {
+    rounding.blocks(&TransformSettings::default()) != BlockRounding::Unsupported
 }
 
 fn mixture(name: &str) -> Result<&'static Mixture> {

@@ -145,7 +145,7 @@ pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Resul
         host.warn(warning.to_string());
     }
     let model = Model::open_with(&directory, &extensions.containers)?;
-    if let Some(warning) = model.differing_scales()? {
+    for warning in model.quantization_notes().into_iter().chain(model.differing_scales()?) {
         host.warn(warning);
     }
     Ok(Opened { directory, model })

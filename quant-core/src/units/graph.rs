@@ -82,7 +82,10 @@ pub(super) fn units(
         return Err(match plan.span_blocks() {
             None => Error::usage(
                 "with inputs of the quantized model, each block depends on the results of all blocks before it",
-                "set ‹span_blocks›, for example to 4, or ‹layer_inputs=float›; or run ‹quantize()›",
+                match plan.method.rounding.independent_blocks() {
+                    Some(settings) => format!("{settings}; or run ‹quantize()›"),
+                    None => "run ‹quantize()›".to_owned(),
+                },
             ),
             Some(span) => Error::usage(
                 format!("a unit of {blocks_per_unit} blocks does not consist of spans of {span} blocks"),

@@ -32,7 +32,7 @@ pub struct JobRequest {
     pub extensions: Extensions,
     /// The calibration text; `None` means the recipe's, or the catalog's default.
     pub calibration: Option<Text>,
-    /// Blocks per unit; by default 1, or a span of GPTQ.
+    /// Blocks per unit; by default 1, or a span of the rounding.
     pub blocks_per_unit: Option<usize>,
     /// The number of shards of calibration windows for the passage through the float model; 1 by default.
     pub forward_shards: Option<usize>,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use quant_core::calibrate::{TokenUse, TokenWindows};
 use quant_core::checkpoint::{Dtype, MemorySink, MemorySource};
 use quant_core::model::{Decoder, Model};
-use quant_core::pipeline::{Job, QuantReport, quantize};
+use quant_core::pipeline::{Job, QuantReport, quantize_job};
 use quant_core::recipe::{Plan, Recipe};
 use quant_core::{CancelToken, Silent, TensorSource};
 use rand::rngs::StdRng;
@@ -450,7 +450,7 @@ pub fn run(
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let job =
         Job { model, plan: &plan, windows, maxima: None, observer: &Silent, cancel: &CancelToken::new() };
-    let report = quantize(&job, &mut sink).expect("the model can be quantized");
+    let report = quantize_job(&job, &mut sink).expect("the model can be quantized");
     let mut config = config.clone();
     config.insert("quantization_config".into(), plan.container.quantization_config(&plan.module_schemes()));
     if plan.unties_head() {

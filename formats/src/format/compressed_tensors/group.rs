@@ -6,7 +6,8 @@ use super::layout::Storage;
 use super::object::Object;
 use super::{E4M3_SCALES, E8M0_SCALES, MIXED};
 use crate::scheme::{
-    ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, NV_GROUP, ScaleFormat, WeightFormat,
+    ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, MX_GROUP, NV_GROUP, ScaleFormat,
+    WeightFormat,
 };
 
 /// The `format` of a configuration or one of its groups; `None` if the groups have their own.
@@ -26,16 +27,55 @@ pub(super) fn storage(of: &Object<'_>, may_be_mixed: bool) -> Result<Option<Stor
     }
 }
 
-/// The `input_activations` of a group.
-pub(super) fn activations(group: &Object<'_>) -> Result<ActivationScheme, String> {
+/// The activations of a group.
+pub(super) struct Activations {
+    pub(super) scheme: ActivationScheme,
+    /// What the group describes, if this version leaves the activations float instead.
+    pub(super) left_float: Option<&'static str>,
+}
+
+/// The `input_activations` of a group whose weights have the scheme `weights`. Next to weights in MXFP4, activations that
+/// are quantized when the model runs stay float, as in engines without kernels for both.
+pub(super) fn activations(group: &Object<'_>, weights: LinearScheme) -> Result<Activations, String> {
+    let follow = |scheme| Ok(Activations { scheme, left_float: None });
     if group.get("input_activations").is_none() {
-        return Ok(ActivationScheme::Float);
+        return follow(ActivationScheme::Float);
     }
     let input = group.object("input_activations")?;
     input.allow_only(QUANTIZATION_ARGUMENTS)?;
-    if input.get("type").and_then(Value::as_str) == Some("float") {
-        return float_activations(&input);
-    }
+    let has_mxfp4_weights = weights.float_format() == Some(FloatFormat::E2m1)
+        && weights.fixed_scales() == Some(ScaleFormat::E8m0);
+    let left_float = match input.get("type").and_then(Value::as_str) {
+        Some("float") if is_mxfp4(&input) => match has_mxfp4_weights {
+            true => "MXFP4 (4 bits, one scale per token and 32 inputs)",
+            false => return Err(input.refuse("num_bits", "is 4, but the weights are not in MXFP4")),
+        },
+        Some("float") => match (float_activations(&input)?, has_mxfp4_weights) {
+            (ActivationScheme::Fp8Token, true) => "FP8 (one scale per token)",
+            (ActivationScheme::Fp8Group, true) => "FP8 (one scale per token and 128 inputs)",
+            (ActivationScheme::Mxfp8, true) => "MXFP8 (8 bits, one scale per token and 32 inputs)",
+            (scheme, _) => return follow(scheme),
+        },
+        _ => return follow(int_activations(&input)?),
+    };
+    Ok(Activations { scheme: ActivationScheme::Float, left_float: Some(left_float) })
+}
+
+/// Whether activations are E2M1 with a power of two per 32 inputs.
+fn is_mxfp4(input: &Object<'_>) -> bool {
+    let described = [
+        ("num_bits", json!(4)),
+        ("strategy", json!("group")),
+        ("group_size", json!(MX_GROUP)),
+        ("dynamic", json!(true)),
+        ("scale_dtype", json!(E8M0_SCALES)),
+    ];
+    described.iter().all(|(key, value)| input.get(key) == Some(value))
+        && input.get("symmetric").is_none_or(|symmetric| *symmetric == Value::Bool(true))
+        && ["block_structure", "actorder"].iter().all(|key| input.get(key).is_none())
+}
+
+fn int_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
     if input.get("type").is_some() {
         input.require("type", "int")?;
     }
@@ -97,8 +137,8 @@ fn float_activations(input: &Object<'_>) -> Result<ActivationScheme, String> {
         }
         _ => Err(input.refuse(
             "strategy",
-            "and the keys next to it must describe FP8 (per token, per tensor or per 128 inputs), MXFP8 or \
-            NVFP4",
+            "and the keys next to it must describe FP8 (per token, per tensor or per 128 inputs), MXFP8, \
+            NVFP4, or MXFP4 next to weights in MXFP4",
         )),
     }
 }

@@ -15,7 +15,7 @@ use super::layout::{
 };
 use super::object::Object;
 use super::{EMBEDDING, LINEAR, METHOD, REGEX, STATUS, floats};
-use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite, require_weight_float};
+use crate::checkpoint::{Dtype, TensorSource, TensorSpec, printable, require_finite, require_weight_float};
 use crate::format::bits::{unpack_rows, words_for};
 use crate::format::checks::check_specs;
 use crate::format::numbers::matrix;
@@ -38,6 +38,7 @@ pub(super) struct Reader {
     targets: Names<Target>,
     ignored: Names<()>,
     fp8_cache: bool,
+    notes: Vec<String>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -125,7 +126,7 @@ impl Reader {
             }
         }
 
-        let mut targets = Names::new();
+        let (mut targets, mut notes) = (Names::new(), Vec::new());
         let groups = root.object("config_groups")?;
         for name in groups.map.keys() {
             let group = groups.object(name)?;
@@ -136,7 +137,16 @@ impl Reader {
                 group.refuse("format", "is missing, but required because the checkpoint mixes formats")
             })?;
             let weights = group.object("weights")?;
-            let scheme = LinearScheme { activations: activations(&group)?, ..scheme(&weights)? };
+            let scheme = scheme(&weights)?;
+            let activations = activations(&group, scheme)?;
+            let scheme = LinearScheme { activations: activations.scheme, ..scheme };
+            if let Some(described) = activations.left_float {
+                notes.push(format!(
+                    "`config_groups.{}` describes activations in {described}, which stay float here: its linears are \
+                    read as {scheme}",
+                    printable(name)
+                ));
+            }
             if let Err(error) = SchemeRequest::from(scheme).check() {
                 return Err(
                     group.refuse("weights", &format!("with these activations is not supported: {error}"))
@@ -185,7 +195,7 @@ impl Reader {
                 ignored.add(name, (), &path)?;
             }
         }
-        Ok(Some(Self { targets, ignored, fp8_cache }))
+        Ok(Some(Self { targets, ignored, fp8_cache, notes }))
     }
 }
 
@@ -231,6 +241,10 @@ impl PackedReader for Reader {
 
     fn has_fp8_cache(&self) -> bool {
         self.fp8_cache
+    }
+
+    fn notes(&self) -> Vec<String> {
+        self.notes.clone()
     }
 
     fn scale_dtype(&self, source: &dyn TensorSource, module: &str) -> Result<Dtype> {

@@ -70,6 +70,77 @@ fn floating_point_configurations_of_others_are_accepted() {
 }
 
 #[test]
+fn quantized_activations_next_to_mxfp4_stay_float() {
+    let open = |weights: &Value, inputs: &Value, format: &str| {
+        let group = json!({
+            "targets": ["Linear"], "format": format, "weights": weights, "input_activations": inputs,
+        });
+        CompressedTensors.reader(&json!({
+            "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+            "config_groups": { "group_0": group },
+        }))
+    };
+    let mxfp4 = |dynamic: bool| {
+        json!({ "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": dynamic,
+                "symmetric": true, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8" })
+    };
+    let fp8 = |strategy: &str, group_size: Value| json!({ "num_bits": 8, "type": "float", "strategy": strategy, "group_size": group_size, "dynamic": true });
+    let mut mxfp8 = fp8("group", json!(32));
+    mxfp8["scale_dtype"] = json!("torch.uint8");
+    for (inputs, expected) in [
+        (mxfp4(true), "activations in MXFP4"),
+        (fp8("group", json!(128)), "activations in FP8 (one scale per token and 128 inputs)"),
+        (fp8("token", Value::Null), "activations in FP8 (one scale per token)"),
+        (mxfp8, "activations in MXFP8"),
+    ] {
+        let reader = open(&mxfp4(false), &inputs, "mxfp4-pack-quantized").unwrap().unwrap();
+        assert_eq!(reader.scheme("m").unwrap().to_string(), "wf4a16-g32-mx");
+        let notes = reader.notes();
+        assert_eq!(notes.len(), 1, "{notes:?}");
+        for part in ["`config_groups.group_0`", expected, "stay float", "wf4a16-g32-mx"] {
+            assert!(notes[0].contains(part), "{notes:?}");
+        }
+    }
+    // Everything else is followed, or refused.
+    let float = open(&mxfp4(false), &Value::Null, "mxfp4-pack-quantized").unwrap().unwrap();
+    assert!(float.notes().is_empty());
+    let refused = |weights: &Value, inputs: Value, format: &str, part: &str| {
+        let Err(reason) = open(weights, &inputs, format) else { panic!("{inputs} is accepted") };
+        assert!(reason.contains(part), "{reason}");
+    };
+    let weights = mxfp4(false);
+    let packed = "mxfp4-pack-quantized";
+    refused(&fp8_weights(), mxfp4(true), "float-quantized", "`quantization_config.config_groups.group_0");
+    refused(&weights, mxfp4(false), packed, "input_activations.strategy` and the keys next to it");
+    for (key, value) in [
+        ("group_size", json!(16)),
+        ("scale_dtype", json!("torch.float8_e4m3fn")),
+        ("scale_dtype", Value::Null),
+        ("strategy", json!("token")),
+    ] {
+        let mut inputs = mxfp4(true);
+        inputs[key] = value;
+        refused(&weights, inputs, packed, "input_activations.strategy` and the keys next to it");
+    }
+    let mut asymmetric = mxfp4(true);
+    asymmetric["symmetric"] = json!(false);
+    refused(&weights, asymmetric, packed, "symmetric` must be true");
+    refused(
+        &weights,
+        json!({ "num_bits": 8, "strategy": "token", "dynamic": true }),
+        packed,
+        "int8 activations",
+    );
+    let mut stored = fp8("tensor", Value::Null);
+    stored["dynamic"] = json!(false);
+    refused(&weights, stored, packed, "MXFP4 weights need float activations");
+}
+
+fn fp8_weights() -> Value {
+    json!({ "num_bits": 8, "type": "float", "strategy": "channel" })
+}
+
+#[test]
 fn floating_point_tensors_are_checked() {
     type Damage = fn(&mut Memory);
     let cases: [(&str, Damage, &str); 9] = [

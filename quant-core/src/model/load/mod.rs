@@ -194,6 +194,11 @@ impl Model {
         Ok(model)
     }
 
+    /// The parts of the checkpoint's quantization that are [not followed](PackedReader::notes).
+    pub(crate) fn quantization_notes(&self) -> Vec<String> {
+        self.quantization.as_ref().map(|quantization| quantization.reader.notes()).unwrap_or_default()
+    }
+
     /// Returns the `quant_method` of the checkpoint if this model is its [dequantized](Self::dequantized) form.
     pub fn dequantized_from(&self) -> Option<&str> {
         self.source_method.as_deref()

@@ -29,5 +29,5 @@ mod tests;
 pub use blocks::encode_blocks;
 pub use factor::{Factor, FactorError};
 pub use hessian::Hessian;
-pub use settings::{ActOrder, GptqSettings, LayerInputs};
+pub use settings::{ActOrder, GptqSettings};
 pub use solve::{Solved, solve, solve_within};

@@ -5,8 +5,9 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::keys::{StepKey, no_such_key, parse_count, parse_number, parse_text};
+use crate::keys::{Named, StepKey, no_such_key, parse_count, parse_number, parse_text, schema_of_names};
 use crate::names::unknown;
+use crate::quantize::layer_inputs::LayerInputs;
 use crate::{Error, Result};
 
 /// The order in which columns are rounded, and when the grids of groups are computed.
@@ -27,9 +28,6 @@ pub enum ActOrder {
     /// activation (GPTQModel's `act_group_aware`). Grids are computed as for `none`.
     GroupAware,
 }
-
-/// A value of a setting, its name in options and recipes, and a description.
-type Named<T> = (T, &'static str, &'static str);
 
 impl ActOrder {
     const ALL: [Named<Self>; 3] = [
@@ -61,49 +59,6 @@ impl FromStr for ActOrder {
     }
 }
 
-/// The model whose activations are the inputs of linears: the quantized or the float model.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum LayerInputs {
-    /// All earlier layers are quantized, as they will be at inference (`true_sequential`, within blocks and from block
-    /// to block): a linear compensates the errors of those before it.
-    #[default]
-    Quantized,
-    /// All earlier layers are float: one pass of the float model serves all linears of a block.
-    Float,
-}
-
-impl LayerInputs {
-    const ALL: [Named<Self>; 2] = [
-        (Self::Quantized, "quantized", "all earlier layers are quantized, as they will be at inference"),
-        (Self::Float, "float", "all earlier layers are float"),
-    ];
-
-    /// The name in options and recipes.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Quantized => Self::ALL[0].1,
-            Self::Float => Self::ALL[1].1,
-        }
-    }
-}
-
-impl FromStr for LayerInputs {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let known = Self::ALL.iter().find(|(_, name, _)| *name == text).map(|(inputs, ..)| *inputs);
-        known.ok_or_else(|| unknown("layer inputs", text, "values", &Self::ALL.map(|(_, name, _)| name)))
-    }
-}
-
-/// A schema of these names with their descriptions.
-fn names<T>(all: &[Named<T>]) -> Value {
-    let one = |(_, name, description): &Named<T>| json!({ "const": name, "description": description });
-    json!({ "oneOf": all.iter().map(one).collect::<Vec<_>>() })
-}
-
 /// Settings of GPTQ.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GptqSettings {
@@ -131,7 +86,7 @@ impl GptqSettings {
 
     /// The keys of these settings, for recipe files, requests and the command line.
     pub fn keys() -> Vec<StepKey> {
-        let (orders, inputs) = (names(&ActOrder::ALL), names(&LayerInputs::ALL));
+        let (orders, inputs) = (schema_of_names(&ActOrder::ALL), LayerInputs::schema());
         let count = |maximum: Option<usize>| match maximum {
             Some(maximum) => json!({ "type": "integer", "minimum": 1, "maximum": maximum }),
             None => json!({ "type": "integer", "minimum": 1 }),

@@ -6,6 +6,7 @@ use super::reference::{Row, chain, damped};
 use super::*;
 use crate::checkpoint::Dtype;
 use crate::quantize::grid::GridRule;
+use crate::quantize::layer_inputs::LayerInputs;
 use crate::quantize::{QuantizedTensor, RowsError, SourceRows, fake_quantize, quantize_rtn};
 use crate::scheme::{LinearScheme, ScaleFormat, WeightFormat};
 

@@ -8,12 +8,12 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::{BlockRounding, Rounding, RoundingMemory, RoundingTask, StagedRounding, States};
+use super::{BlockRounding, LayerInputs, Rounding, RoundingMemory, RoundingTask, StagedRounding, States};
 use crate::Result;
 use crate::calibrate::HiddenStates;
 use crate::keys::StepKey;
 use crate::model::NodeId;
-use crate::quantize::gptq::{ActOrder, GptqSettings, Hessian, LayerInputs};
+use crate::quantize::gptq::{ActOrder, GptqSettings, Hessian};
 use crate::transform::{TransformSettings, Workload};
 
 /// Rows of a weight that a thread of the solver processes at a time.
@@ -84,6 +84,10 @@ impl Rounding for Gptq {
         settings(all).span_blocks
     }
 
+    fn independent_blocks(&self) -> Option<&'static str> {
+        Some("set ‹span_blocks›, for example to 4, or ‹layer_inputs=float›")
+    }
+
     /// On the inputs of the quantized model, experts are processed one at a time.
     fn takes_experts_apart(&self, all: &TransformSettings) -> bool {
         settings(all).inputs == LayerInputs::Quantized
@@ -127,8 +131,8 @@ impl Rounding for Gptq {
         operations
     }
 
-    fn blocks(&self) -> BlockRounding {
-        BlockRounding::Compensated(GptqSettings::KEYS_OF_BLOCKS)
+    fn blocks(&self, all: &TransformSettings) -> BlockRounding {
+        BlockRounding::Compensated { keys: GptqSettings::KEYS_OF_BLOCKS, settings: settings(all) }
     }
 
     fn begin<'a>(

@@ -1,4 +1,4 @@
-//! Reads quantized checkpoints and multiplies each of their linears by a row of ones.
+//! Reads quantized checkpoints and multiplies each of their linears by a row.
 
 use std::path::Path;
 
@@ -6,25 +6,35 @@ use quant_formats::Result;
 use quant_formats::format::QuantizedCheckpoint;
 use quant_kernels_cpu::{FloatRows, IsaToken, KernelError, RowLayout, Serial};
 
-/// The first element of `W · 1 + b`.
-fn first_output(checkpoint: &QuantizedCheckpoint, name: &str) -> Result<f32> {
+/// `W · x + b`, where `x[i]` is `(37 i mod 61) / 32 − 1`.
+fn outputs(checkpoint: &QuantizedCheckpoint, name: &str) -> Result<Vec<f32>> {
     let bias = checkpoint.bias(name)?;
-    let packed = checkpoint.read(name)?.pack(bias.as_deref(), &Serial)?;
-    let ones = vec![1.0_f32; packed.layout().k()];
+    let mut weight = checkpoint.read(name)?;
+    let mut x: Vec<f32> = (0..weight.shape[1]).map(|i| (37 * i % 61) as f32 / 32.0 - 1.0).collect();
+    if let Some(order) = weight.take_input_order() {
+        x = order.iter().map(|&input| x[input as usize]).collect();
+    }
+    let packed = weight.pack(bias.as_deref(), &Serial)?;
     let mut out = vec![0.0; packed.layout().n()];
     let mut rows = FloatRows::new(IsaToken::detect());
     let multiplied: std::result::Result<(), KernelError> = rows
-        .pack(&ones, RowLayout::of(packed.layout()), &Serial)
+        .pack(&x, RowLayout::of(packed.layout()), &Serial)
         .and_then(|()| packed.multiply_float(&rows, &mut out, &Serial));
     multiplied.expect("lengths match the layout");
-    Ok(out[0])
+    Ok(out)
 }
 
 fn run(path: &Path) -> Result<()> {
     let checkpoint = QuantizedCheckpoint::open(path)?;
     for linear in checkpoint.linears() {
-        let first = first_output(&checkpoint, &linear.name)?;
-        println!("{} {} {:?}: {first:.9e}", linear.name, linear.scheme, linear.shape);
+        let outputs = outputs(&checkpoint, &linear.name)?.into_iter().map(|out| format!("{out:e}"));
+        println!(
+            "{} {} {:?}: {}",
+            linear.name,
+            linear.scheme,
+            linear.shape,
+            outputs.collect::<Vec<_>>().join(" ")
+        );
     }
     Ok(())
 }
