@@ -19,6 +19,7 @@ pub struct qz1_checkpoint {
     opened: QuantizedCheckpoint,
     /// The name and scheme of each linear layer.
     texts: Vec<[CString; 2]>,
+    warnings: Vec<CString>,
 }
 
 /// The unpacked weight of a linear layer, in memory. It is immutable: any number of threads may use it.
@@ -105,7 +106,8 @@ pub unsafe extern "C" fn qz1_checkpoint_open(
             let c_text = |text: &str| CString::new(text).unwrap_or_default();
             let both = |linear: &LinearInfo| [c_text(&linear.name), c_text(&linear.scheme.to_string())];
             let texts = opened.linears().iter().map(both).collect();
-            Ok(qz1_checkpoint { opened, texts })
+            let warnings = opened.warnings().iter().map(|warning| c_text(warning)).collect();
+            Ok(qz1_checkpoint { opened, texts, warnings })
         })
     })
 }
@@ -134,6 +136,28 @@ pub unsafe extern "C" fn qz1_checkpoint_count(
     call(message, |scope| unsafe {
         let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
         scope.value(out, "the number")?.put(checkpoint.opened.linears().len());
+        Ok(())
+    })
+}
+
+/// A warning about the checkpoint, one line without a line break: a problem that does not make it unreadable, or a part of
+/// its configuration that is not followed. Warnings are numbered from 0; `out` is set to null if there is none with this
+/// index. The text is valid as long as the checkpoint.
+///
+/// # Safety
+/// Same as for `qz1_layout_of`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn qz1_checkpoint_warning(
+    checkpoint: *const qz1_checkpoint,
+    index: usize,
+    out: *mut *const c_char,
+    message: *const qz1_message,
+) -> qz1_status {
+    // SAFETY: the caller upholds the pointer contract.
+    call(message, |scope| unsafe {
+        let checkpoint = scope.shared(checkpoint, "the checkpoint")?;
+        let text = checkpoint.warnings.get(index).map_or(std::ptr::null(), |warning| warning.as_ptr());
+        scope.value(out, "the warning")?.put(text);
         Ok(())
     })
 }

@@ -99,6 +99,38 @@ fn open(path: &Path) -> *mut qz1_checkpoint {
 }
 
 #[test]
+fn warnings_are_told() {
+    let scratch = tempfile::tempdir().unwrap();
+    write(scratch.path(), ("compressed-tensors", "wf4a16-g32-mx", Dtype::F8E8M0));
+    let warning = |index| {
+        let checkpoint = open(scratch.path());
+        let mut warning = std::ptr::dangling();
+        // SAFETY: the handle comes from the library, and every other pointer points to a live value of this test.
+        unsafe {
+            let status = qz1_checkpoint_warning(checkpoint, index, &raw mut warning, null());
+            assert_eq!(status, qz1_status::Ok);
+            let found = (!warning.is_null()).then(|| text(warning));
+            let status = qz1_checkpoint_warning(null(), index, &raw mut warning, null());
+            assert_eq!(status, qz1_status::Null);
+            qz1_checkpoint_free(checkpoint);
+            found
+        }
+    };
+    assert_eq!(warning(0), None);
+
+    // Activations in MXFP4 are described, but stay float.
+    let path = scratch.path().join("config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = serde_json::json!({
+        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": true, "symmetric": true,
+        "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
+    });
+    std::fs::write(&path, config.to_string()).unwrap();
+    assert!(warning(0).unwrap().contains("stay float"));
+    assert_eq!(warning(1), None);
+}
+
+#[test]
 fn every_container_is_listed_and_read() {
     let scratch = tempfile::tempdir().unwrap();
     for ((path, sums), (format, scheme, _)) in all(scratch.path()).iter().zip(CHECKPOINTS) {

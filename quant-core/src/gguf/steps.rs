@@ -140,7 +140,7 @@ impl<'a> Types<'a> {
         let mode = request.transforms.iter().find_map(|t| t.search_mode(&request.settings));
         let search = match mode {
             Some(Search::Reference) => request.search,
-            // It takes a fraction of the time; the exponents that it leads to are almost as good.
+            // It takes a fraction of the time. The exponents are not quite as good.
             _ => BlockSearch::Reference,
         };
         Self { importance, tensors: named.collect(), search }

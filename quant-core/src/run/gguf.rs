@@ -66,7 +66,8 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
         ));
     }
     // Checked here rather than after calibration.
-    let needs_text = settings.gguf_request(true)?.needs_text();
+    request.extensions.check()?;
+    let needs_text = settings.gguf_request_with(true, &request.extensions)?.needs_text();
     check_importance(settings, reads_text(request), needs_text)?;
     if needs_text && !reads_text(request) {
         return Err(Error::usage(
@@ -106,7 +107,7 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
         Some((importance, origin)) => (Some(importance), origin),
         None => (None, String::new()),
     };
-    let request_of_file = settings.gguf_request(importance.is_some())?;
+    let request_of_file = settings.gguf_request_with(importance.is_some(), &request.extensions)?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, request_of_file)?;
     let mut importance = importance.map(|mut im| {
         im.fit(&plan.tensors);
@@ -181,7 +182,7 @@ fn spill(request: &QuantizeRequest, opened: &Opened, host: &Host<'_>) -> Result<
         true => Some(sampling(&request.settings)?),
         false => None,
     };
-    let file = request.settings.gguf_request(true)?;
+    let file = request.settings.gguf_request_with(true, &request.extensions)?;
     let further = further_bytes(&request.settings, opened);
     let peak = |residence| peak_memory(&opened.model, &file, sampling, residence).saturating_add(further);
     let scratch = sampling.map_or(0, |sampling| scratch_bytes(&opened.model, sampling));
@@ -216,7 +217,8 @@ fn source(
     host: &Host<'_>,
 ) -> Result<Opened> {
     let opened = open_with(model, extensions, host)?;
-    let keeps_floats = opened.directory.rounded_to().is_some() && settings.gguf_request(true)?.is_float();
+    let keeps_floats =
+        opened.directory.rounded_to().is_some() && settings.gguf_request_with(true, extensions)?.is_float();
     if keeps_floats { Ok(opened) } else { as_floats(opened, settings, host) }
 }
 
@@ -229,6 +231,14 @@ fn importance(
 ) -> Result<Option<(Importance, String)>> {
     let gguf = &settings.gguf;
     if (batch.is_some() || gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
+        if let Some(method) = settings.method.as_deref().filter(|_| gguf.imatrix.is_none()) {
+            return Err(Error::usage(
+                format!(
+                    "method `{method}` has no effect: the model is already quantized, and its codes are kept"
+                ),
+                "add ‹requantize›, or omit ‹method›",
+            ));
+        }
         return Err(Error::usage(
             "an importance matrix has no effect: the model is already quantized, and its codes are kept",
             "leave it out, or add ‹requantize›",
@@ -348,18 +358,32 @@ impl GgufNeeds {
 /// [`Error::Usage`] if `save_imatrix` is set; as [`RecipeSettings::gguf_request`], [`open`](super::open),
 /// [`Importance::read`] and [`GgufPlan::new`].
 pub fn plan_gguf(model: &Path, settings: &RecipeSettings, host: &Host<'_>) -> Result<GgufPlanned> {
+    plan_gguf_with(model, settings, &Extensions::default(), host)
+}
+
+/// Calls [`plan_gguf`] with the methods, steps and formats of a program.
+///
+/// # Errors
+/// See [`plan_gguf`]; also when the extensions contradict each other.
+pub fn plan_gguf_with(
+    model: &Path,
+    settings: &RecipeSettings,
+    extensions: &Extensions,
+    host: &Host<'_>,
+) -> Result<GgufPlanned> {
+    extensions.check()?;
     if settings.gguf.save_imatrix.is_some() {
         return Err(Error::usage(
             "‹save_imatrix› has no effect: a plan does not compute an importance matrix",
             "leave it out",
         ));
     }
-    let opened = source(model, settings, &Extensions::default(), host)?;
+    let opened = source(model, settings, extensions, host)?;
     // Types may depend on whether there is an importance matrix.
     let importance = settings.gguf.imatrix.as_ref().map(|path| Importance::read(path)).transpose()?;
-    let weighted = settings.gguf_request(true)?;
+    let weighted = settings.gguf_request_with(true, extensions)?;
     let calibrates = weighted.needs_text() || weighted.needs_importance() && importance.is_none();
-    let request = settings.gguf_request(calibrates || importance.is_some())?;
+    let request = settings.gguf_request_with(calibrates || importance.is_some(), extensions)?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, request)?;
     let sampling = sampling(settings)?;
     let further = further_bytes(settings, &opened);

@@ -85,7 +85,16 @@ impl RecipeSettings {
     /// # Errors
     /// [`Error::Usage`] for an unknown type, and for settings that apply to other formats.
     pub fn gguf_request(&self, weighted: bool) -> Result<GgufRequest> {
-        if let Some(option) = self.not_for_gguf().first() {
+        self.gguf_request_with(weighted, &Extensions::default())
+    }
+
+    /// Calls [`gguf_request`](Self::gguf_request) with the methods and steps of a program, which must
+    /// [support blocks](Transform::supports_blocks).
+    ///
+    /// # Errors
+    /// See [`gguf_request`](Self::gguf_request).
+    pub fn gguf_request_with(&self, weighted: bool, extensions: &Extensions) -> Result<GgufRequest> {
+        if let Some(option) = self.not_for_gguf(extensions).first() {
             return Err(Error::usage(
                 format!("‹{option}› has no effect with ‹format={}›", gguf::FORMAT),
                 "leave it out: ‹scheme› selects the types, and ‹calibration› computes the importance of \
@@ -101,7 +110,7 @@ impl RecipeSettings {
             })?;
             Ok((Pattern::new(pattern)?, kind_of(kind)?))
         });
-        let GgufMethod { transforms, settings, gptq } = self.gguf_method()?;
+        let GgufMethod { transforms, settings, gptq } = self.gguf_method(extensions)?;
         let request = GgufRequest {
             mixture: mixture(self.scheme.as_deref().unwrap_or(DEFAULT_MIXTURE))?,
             overrides: overrides.collect::<Result<_>>()?,
@@ -131,10 +140,11 @@ impl RecipeSettings {
     }
 
     /// Returns the steps of the method, and the settings with which its rounding compensates errors, if it does.
-    fn gguf_method(&self) -> Result<GgufMethod> {
+    fn gguf_method(&self, extensions: &Extensions) -> Result<GgufMethod> {
         let mut found = GgufMethod::default();
         let Some(name) = self.method.as_deref() else { return Ok(found) };
-        let method = Extensions::default().method(name)?;
+        let method = extensions.method(name)?;
+        method.set_defaults(&mut found.settings)?;
         let unsupported = method.preparation.map(Preparation::name);
         let unsupported = unsupported.or_else(|| {
             let transform = method.transforms.iter().find(|t| !t.supports_blocks()).map(|t| t.name());
@@ -213,8 +223,8 @@ impl RecipeSettings {
     }
 
     /// Whether the method has this step or rounding.
-    fn has_step(&self, step: &str) -> bool {
-        let method = self.method.as_deref().and_then(|name| Extensions::default().method(name).ok());
+    fn has_step(&self, step: &str, extensions: &Extensions) -> bool {
+        let method = self.method.as_deref().and_then(|name| extensions.method(name).ok());
         method.is_some_and(|method| method.rounding.name() == step || method.steps().contains(&step))
     }
 
@@ -236,7 +246,7 @@ impl RecipeSettings {
     }
 
     /// The given settings that do not apply to GGUF files.
-    fn not_for_gguf(&self) -> Vec<&'static str> {
+    fn not_for_gguf(&self, extensions: &Extensions) -> Vec<&'static str> {
         let all = [
             ("preset", self.preset.is_some()),
             ("recipe", self.recipe.is_some()),
@@ -244,12 +254,12 @@ impl RecipeSettings {
             ("symmetric", self.symmetric == Some(true)),
             ("asymmetric", self.symmetric == Some(false)),
             ("skip", !self.skip.is_empty()),
-            ("steps", self.steps.keys().any(|step| !self.has_step(step))),
+            ("steps", self.steps.keys().any(|step| !self.has_step(step, extensions))),
             ("scale_search", self.scale_search.is_some()),
         ];
         let given = all.into_iter().filter(|(_, given)| *given).map(|(name, _)| name);
         // Keys of the method are checked with its settings.
-        let of_other = |name: &&str| step_of(name).is_none_or(|(step, _)| !self.has_step(step));
+        let of_other = |name: &&str| step_of(name).is_none_or(|(step, _)| !self.has_step(step, extensions));
         let keys = self.keys_by_name().into_iter().map(|(name, _)| name);
         given.chain(keys.filter(of_other)).collect()
     }

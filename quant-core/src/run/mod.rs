@@ -52,7 +52,7 @@ mod texts;
 pub use crate::system::available_memory;
 pub use crate::wording::bytes;
 pub use floats::{FloatTensor, FloatsDone, FloatsReport};
-pub use gguf::{GgufDone, GgufNeeds, GgufPlanned, bits_per_weight, plan_gguf};
+pub use gguf::{GgufDone, GgufNeeds, GgufPlanned, bits_per_weight, plan_gguf, plan_gguf_with};
 pub use gguf_settings::GgufSettings;
 pub use host::{Catalog, Host, Nothing, Opened, open, open_with, prepared};
 pub use memory::{MemoryBudget, residence};

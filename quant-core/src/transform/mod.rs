@@ -324,7 +324,8 @@ pub trait Transform: Debug + Send + Sync {
     }
 
     /// Whether the search takes account of [`BlockTask::block_grids`], and only multiplies columns and divides rows,
-    /// norms and biases. GGUF files are written only with such transforms.
+    /// norms and biases. GGUF files are written only with such transforms. They then need a calibration text;
+    /// [ranges](Needs::ranges) are not gathered, and [`check`](Self::check) is not called.
     fn supports_blocks(&self) -> bool {
         false
     }

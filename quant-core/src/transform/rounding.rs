@@ -31,7 +31,7 @@ impl<'a> ScaledRounding<'a> {
         } else if let Some(grid) = task.block_grids.get(&node) {
             let divided = |importance: &Vec<f32>| {
                 let pairs = importance.iter().zip(scales);
-                pairs.map(|(importance, s)| importance / (s * s)).collect()
+                pairs.map(|(importance, s)| (importance / (s * s)).min(f32::MAX)).collect()
             };
             Target::Blocks(grid, grid.importance.as_ref().map(divided))
         } else {
@@ -116,9 +116,11 @@ mod tests {
                 }
                 let mut odd = vec![0.0; 8];
                 assert!(matches!(grid.round(&mut odd, 8, None, "linear"), Err(Error::Internal(_))));
-                let mut large = vec![1e9; k];
-                assert!(matches!(grid.round(&mut large, k, None, "linear"), Err(Error::Numeric { .. })));
             }
+            // Scales that overflow are not finite; the refined search never chooses such scales.
+            let grid = BlockGrid { kind, search: BlockSearch::Reference, importance: None };
+            let mut large = vec![1e9; k];
+            assert!(matches!(grid.round(&mut large, k, None, "linear"), Err(Error::Numeric { .. })));
         }
     }
 }
