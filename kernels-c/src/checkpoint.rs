@@ -141,8 +141,8 @@ pub unsafe extern "C" fn qz1_checkpoint_count(
 }
 
 /// A warning about the checkpoint, one line without a line break: a problem that does not make it unreadable, or a part of
-/// its configuration that is not followed. Warnings are numbered from 0; `out` is set to null if there is none with this
-/// index. The text is valid as long as the checkpoint.
+/// its configuration that is not followed. Warnings are numbered from 0; `out` is set to null for an index that is too
+/// large. The text is valid as long as the checkpoint.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.
