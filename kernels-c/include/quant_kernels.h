@@ -573,6 +573,14 @@ qz1_status qz1_checkpoint_count(const struct qz1_checkpoint *checkpoint,
                                 size_t *out,
                                 const struct qz1_message *message);
 
+// A warning about the checkpoint, one line without a line break: a problem that does not make it unreadable, or a part of
+// its configuration that is not followed. Warnings are numbered from 0; `out` is set to null for an index that is too
+// large. The text is valid as long as the checkpoint.
+qz1_status qz1_checkpoint_warning(const struct qz1_checkpoint *checkpoint,
+                                  size_t index,
+                                  const char **out,
+                                  const struct qz1_message *message);
+
 // The index of the quantized linear layer with this name. `name` ends with a zero byte.
 qz1_status qz1_checkpoint_find(const struct qz1_checkpoint *checkpoint,
                                const char *name,
