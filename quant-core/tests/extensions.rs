@@ -532,12 +532,13 @@ fn steps_of_a_program_are_known_for_gguf_files() {
         format: vec!["gguf".into()],
         ..RecipeSettings::default()
     };
+    let unknown = settings.gguf_request(false).unwrap_err();
+    assert!(unknown.to_string().contains("even-columns"), "{unknown}");
     settings.add_step("even-columns.strength=0.75").unwrap();
     let request = settings.gguf_request_with(false, &extensions()).unwrap();
     assert_eq!(request.steps(), ["even-columns"]);
     assert!(request.needs_text());
     assert_eq!(request.settings.others["even-columns"]["strength"], json!(0.75));
-    assert!(settings.gguf_request(false).unwrap_err().to_string().contains("even-columns"));
     settings.add_step("even-columns.strenght=0.5").unwrap();
     let error = settings.gguf_request_with(false, &extensions()).unwrap_err();
     assert!(error.to_string().contains("strenght"), "{error}");
