@@ -81,7 +81,6 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
 
     packed: torch.Tensor
     bias: torch.Tensor | None
-    order: torch.Tensor | None
 
     def __init__(
         self,
@@ -91,11 +90,9 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         bias: torch.Tensor | None,
         activations: str = "float",
         static: tuple[float, int] | None = None,
-        order: torch.Tensor | None = None,
     ) -> None:
         """``codes`` ``[n, k]`` are unsigned, one per byte, with the zero point at ``2^(bits − 1)``; ``scales`` are
-        ``[n, groups]``; ``activations`` and ``static`` are as in :func:`fewbits._kernels.linear`. ``order`` ``[k]`` has
-        the input that each column of ``codes`` multiplies; without it, column ``i`` multiplies input ``i``."""
+        ``[n, groups]``; ``activations`` and ``static`` are as in :func:`fewbits._kernels.linear`."""
         super().__init__()
         self.out_features, self.in_features = codes.shape
         codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()
@@ -123,13 +120,8 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         self.bits = bits
         self.register_buffer("packed", packed)
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32).contiguous())
-        self.register_buffer("order", order)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.order is not None:
-            if x.shape[-1] != self.in_features:
-                raise ValueError(f"the input must have the width {self.in_features}, got shape {tuple(x.shape)}")
-            x = x.index_select(-1, self.order)
         return torch.ops.fewbits.linear(  # type: ignore[no-any-return,unused-ignore]
             x, self.packed, self.layout, self.bias, self.activations, self.scale, self.zero
         )
@@ -179,18 +171,6 @@ def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float
     return None
 
 
-def _input_order(module: torch.nn.Module, k: int, groups: int) -> torch.Tensor | None:
-    """Returns the input that each column multiplies if the columns are sorted by group, ``[k]``; None if groups differ
-    in size."""
-    index = getattr(module, "weight_g_idx", None)
-    inputs = torch.arange(k)
-    # compressed-tensors fills an unused index with -1.
-    if index is None or bool((index == -1).all()):
-        return inputs
-    values, order = index.data.to(torch.int64).sort(stable=True)
-    return order if torch.equal(values, inputs // (k // groups)) else None
-
-
 def _packed(module: torch.nn.Module) -> PackedLinear | None:
     """Returns the packed form of a quantized linear; None if the kernels do not support it."""
     scheme = getattr(module, "quantization_scheme", None)
@@ -201,9 +181,9 @@ def _packed(module: torch.nn.Module) -> PackedLinear | None:
     strategy = getattr(weights.strategy, "value", weights.strategy)
     if kind != "int" or weights.num_bits not in (2, 4, 8) or not weights.symmetric:
         return None
-    if strategy not in ("group", "channel", "tensor") or module.weight_scale.device.type != "cpu":
+    if strategy not in ("group", "channel", "tensor") or getattr(weights, "actorder", None) == "group":
         return None
-    if getattr(weights, "actorder", None) == "group" and not hasattr(module, "weight_g_idx"):
+    if getattr(module, "weight_g_idx", None) is not None or module.weight_scale.device.type != "cpu":
         return None
     if getattr(scheme, "output_activations", None) is not None:
         return None
@@ -217,19 +197,13 @@ def _packed(module: torch.nn.Module) -> PackedLinear | None:
     scales = module.weight_scale.data.reshape(-1, module.weight_scale.shape[-1] if strategy == "group" else 1)
     if strategy == "tensor":
         scales = scales.expand(n, 1)
-    order = _input_order(module, k, scales.shape[1])
-    if order is None:
-        return None
-    codes = _codes(module, weights.num_bits, (n, k))
-    is_sorted = torch.equal(order, torch.arange(k))
     bias = getattr(module, "bias", None)
     return PackedLinear(
-        codes if is_sorted else codes[:, order],
+        _codes(module, weights.num_bits, (n, k)),
         weights.num_bits,
         scales,
         None if bias is None else bias.data,
         *activations,
-        order=None if is_sorted else order,
     )
 
 

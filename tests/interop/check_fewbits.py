@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, os.environ.get("FEWBITS_PACKAGE", "target/python/package"))
 
 import torch  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
@@ -77,26 +75,6 @@ def lm_eval_agrees(model):
     say("lm-eval: log-likelihoods, also rolling, and texts equal those of `hf` in float32", start)
 
 
-def scattered(source, out):
-    """Copies a checkpoint, with groups whose inputs are not adjacent, as llm-compressor writes them with `actorder:
-    group`. The codes stay where they are."""
-    shutil.copytree(source, out)
-    tensors = load_file(out / "model.safetensors")
-    generator = torch.Generator().manual_seed(7)
-    for name in [name for name in tensors if name.endswith(".weight_scale")]:
-        module = name.removesuffix(".weight_scale")
-        (groups, k) = (tensors[name].shape[1], int(tensors[f"{module}.weight_shape"][1]))
-        index = torch.arange(k, dtype=torch.int32) // (k // groups)
-        tensors[f"{module}.weight_g_idx"] = index[torch.randperm(k, generator=generator)]
-        # Scales that differ clearly from group to group.
-        tensors[name] *= torch.linspace(0.5, 1.5, groups, dtype=tensors[name].dtype)
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    for group in config["quantization_config"]["config_groups"].values():
-        group["weights"]["actorder"] = "group"
-    (out / "config.json").write_text(json.dumps(config))
-
-
 @torch.no_grad()
 def transformers_agrees(fewbits, model, scratch):
     """Compares logits and texts of packed checkpoints: transformers, which unpacks the weights, against quant's
@@ -110,15 +88,11 @@ def transformers_agrees(fewbits, model, scratch):
         "w8a8": dict(method="rtn", scheme="w8a8"),
         "w8a8-static": dict(method="smoothquant", scheme="w8a8-static", samples=8, seq_len=128),
         "w4a8": dict(method="rtn", scheme="w4a8-g64-sym"),
-        "w4a16-g64-actorder": None,
     }
     for name, settings in made.items():
         start = time.monotonic()
         out = scratch / name
-        if settings is None:
-            scattered(scratch / name.removesuffix("-actorder"), out)
-        else:
-            fewbits.quantize(model, out, **settings)
+        fewbits.quantize(model, out, **settings)
         fewbits.transformers.disable()
         plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         expected = plain(tokens).logits
@@ -126,7 +100,6 @@ def transformers_agrees(fewbits, model, scratch):
         packed = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         linears = [m for m in packed.modules() if type(m).__name__ == "PackedLinear"]
         assert len(linears) == 7 * 6, len(linears)
-        assert all((linear.order is not None) == (settings is None) for linear in linears)
         assert not any("weight_packed" in key or "weight_scale" in key for key in packed.state_dict())
         found = packed(tokens).logits
         # A difference in the last bit of an activation can change its 8-bit code by one.
@@ -138,7 +111,7 @@ def transformers_agrees(fewbits, model, scratch):
         half = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)(tokens).logits.float()
         assert ((half - expected).norm() / expected.norm()).item() <= 5e-2
         say(f"transformers: {name}, off by {error:.1e}", start)
-        operator(linears[0])
+    operator(linears[0])
     guide(scratch)
 
 
@@ -163,17 +136,16 @@ def operator(linear):
     torch.library.opcheck(torch.ops.fewbits.linear.default, arguments)
     compiled = torch.compile(lambda x: linear(x) * 2, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), linear(x) * 2)
-    for wrong in (x[:, :-1], torch.cat([x, x], -1), x.to(torch.float64)):
+    for wrong in (x[:, :-1], x.to(torch.float64)):
         try:
             linear(wrong)
         except (ValueError, TypeError):
             continue
         raise AssertionError("an invalid input was accepted")
     # A row's result does not depend on other rows or on the number of threads.
-    whole, threads = linear(x), torch.get_num_threads()
+    whole = linear(x)
     torch.set_num_threads(1)
     assert torch.equal(whole[1:2], linear(x[1:2]))
-    torch.set_num_threads(threads)
     assert linear(x[:0]).shape == (0, linear.out_features)
     say("the operator: opcheck, compiled, refusals, threads", start)
 
