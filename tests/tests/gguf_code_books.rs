@@ -5,6 +5,7 @@ use std::path::Path;
 
 use quant_tests::args;
 use quant_tests::demo_model;
+use quant_tests::models::write_cut_demo_model;
 use quant_tests::program::{Run, quant};
 use quant_tests::refusal::check_message;
 use serde_json::Value;
@@ -30,7 +31,8 @@ fn perplexity(evaluated: &Value) -> f64 {
 fn mixtures_are_written_and_read() {
     let scratch = tempfile::tempdir().unwrap();
     let at = |name: &str| scratch.path().join(name);
-    let model = demo_model();
+    let model = at("model");
+    write_cut_demo_model(&model, 3);
     let matrix = at("imatrix.gguf").to_str().unwrap().to_owned();
     let first = [&["--scheme", "iq2_xxs", "--save-imatrix", &matrix][..], &TEXT].concat();
     quantize(&model, &at("first.gguf"), &first).succeeded();

@@ -72,15 +72,16 @@ fn check(what: &str, run: &Run, predicted: u64, percent: u64) {
 fn runs_use_the_predicted_memory() {
     let (plain, gptq) = (&[][..], &["--method", "gptq"][..]);
     let awq = &["--method", "awq"][..];
-    // The largest model's tensors are encoded in several pieces. AWQ and GPTQ of its wide weights would take minutes.
-    for (hidden, intermediate, batch, methods) in [
-        (256, 512, ["--samples", "2400", "--seq-len", "64"], &[plain, awq, gptq][..]),
-        (512, 2048, ["--samples", "32", "--seq-len", "512"], &[gptq]),
-        (1024, 6144, ["--samples", "64", "--seq-len", "512"], &[plain]),
+    // The largest model's tensors are encoded in several pieces. Searching scales for its wide weights, AWQ and GPTQ
+    // would take minutes.
+    for (hidden, intermediate, blocks, batch, methods) in [
+        (256, 512, "q4_k_m", ["--samples", "2400", "--seq-len", "64"], &[plain, awq, gptq][..]),
+        (512, 2048, "q4_k_m", ["--samples", "32", "--seq-len", "512"], &[gptq]),
+        (1024, 6144, "q8_0", ["--samples", "64", "--seq-len", "512"], &[plain]),
     ] {
         let bench = Bench::new(hidden, intermediate);
         let text = bench.at("text.txt").to_str().unwrap().to_owned();
-        for scheme in ["q4_k_m", "f16"] {
+        for scheme in [blocks, "f16"] {
             let options = ["--scheme", scheme];
             let plan = bench.plan(&options);
             let run = bench.run(&bench.at("free"), &[&options[..], &["--force"]].concat()).succeeded();
@@ -88,7 +89,7 @@ fn runs_use_the_predicted_memory() {
             assert_eq!(bytes(&plan, "scratch_bytes"), 0);
         }
         for &method in methods {
-            let options = [&["--scheme", "q4_k_m"][..], method, &batch].concat();
+            let options = [&["--scheme", blocks][..], method, &batch].concat();
             let plan = bench.plan(&options);
             // The prediction for AWQ counts the last round of a race, which is rarely run.
             let percent = match method {

@@ -38,7 +38,7 @@ pub fn run(args: &Args) -> Result<()> {
         kill_cycles::run(&kill_cycles::Args { kills: 10, seed: 1, quant: quant.clone(), record: false })
     });
     steps.step("fmt", || execute(&mut cargo(&["fmt", "--all", "--check"])));
-    steps.step("clippy", clippy);
+    steps.step("clippy", || clippy(&["--features", HUB, "--features", cuda::C_FEATURE]));
     steps.step("doc", || {
         execute(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
     });
@@ -50,8 +50,8 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("python", python::run);
     let mut interop = Command::new(std::env::current_exe()?);
     steps.alongside("interop", interop.arg("interop"), |steps| {
-        steps.step("outside", outside::run);
-        steps.step("sanitize", sanitize::run);
+        // There is no time for both on every change; both run every night.
+        steps.by_turns(&[("outside", outside::run), ("sanitize", sanitize::run)]);
         steps.step("cuda", cuda::run);
     });
     steps.finish()
@@ -72,13 +72,13 @@ pub fn hub() -> Result<()> {
     execute(&mut cargo(&["test", "--workspace", "--features", HUB, "--test", "hub"]))
 }
 
-/// Lints everything without the optional features, and then with them.
-fn clippy() -> Result<()> {
-    let lint = |features: &[&str]| {
-        let all = ["clippy", "--workspace", "--all-targets"];
-        execute(cargo(&all).args(features).args(["--", "-D", "warnings"]))
-    };
-    lint(&[]).and(lint(&["--features", HUB, "--features", cuda::C_FEATURE]))
+/// Lints everything with these options.
+///
+/// # Errors
+/// When there is a warning.
+pub fn clippy(options: &[&str]) -> Result<()> {
+    let mut command = cargo(&["clippy", "--workspace", "--all-targets"]);
+    execute(command.args(options).args(["--", "-D", "warnings"]))
 }
 
 /// Runs the workspace's tests. Also fails if a test was skipped although its requirements are available.

@@ -8,7 +8,7 @@ use crate::{bench_awq_memory, bench_rtn, book, ci, cuda, dist, fuzz, interop, ou
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, no-features, dist, fuzz, bench-rtn, bench-awq-memory
+    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -22,6 +22,7 @@ pub struct Args {
 /// When a step failed; the other steps still ran.
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
+    steps.step("clippy", || ci::clippy(&[]));
     steps.step("advisories", || ci::deny(&["advisories"]));
     steps.step("semver", publish::semver);
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
@@ -41,6 +42,7 @@ pub fn run(args: &Args) -> Result<()> {
         interop::run(&["--families", "all", "--only", "family"])
     });
     steps.step("vllm", || interop::script("tests/interop/run_vllm.sh", &[]));
+    steps.step("outside", outside::run);
     steps.step("no-features", outside::without_features);
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300, total: Some(3600) }));

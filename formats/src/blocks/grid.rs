@@ -60,6 +60,26 @@ impl Fields {
 }
 
 impl Grid {
+    /// The limits of the values for which the block's scale does not overflow half precision. Scales of parts, which are
+    /// codes, do not overflow.
+    pub(super) fn limits(&self) -> [f32; 2] {
+        /// Half of the last interval beyond the largest finite number, from which on numbers are rounded to infinity.
+        const OVERFLOW: f32 = 65520.0;
+        if matches!(self.scales, Scales::Own(_)) {
+            return [f32::NEG_INFINITY, f32::INFINITY];
+        }
+        let [low, high] = self.factors;
+        let largest = OVERFLOW * low.abs().max(high.abs()) as f32;
+        let level = match self.steps {
+            Steps::Even { half } => half as f32,
+            Steps::Ternary => 1.0,
+            Steps::Uneven => -Uneven.ends()[0],
+            Steps::Fp4 => Fp4.ends()[1],
+            Steps::Minimum { top } => return [-largest, largest * top as f32],
+        };
+        [-largest * level, largest * level]
+    }
+
     /// Scale and minimum of part `j` of a block, as decoding computes them.
     pub(super) fn part(&self, fields: &Fields, j: usize) -> [f32; 2] {
         let scale = match self.scales {

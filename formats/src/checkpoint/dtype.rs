@@ -198,6 +198,20 @@ impl Dtype {
         }
     }
 
+    /// Whether a value of this type equals this one: `round(value) == value`.
+    ///
+    /// # Panics
+    /// When the type is not F16, BF16 or F32.
+    pub fn holds(self, value: f32) -> bool {
+        let bits = value.to_bits();
+        match self {
+            // The exponent is that of a normal half-precision number, and 10 bits of the mantissa are enough.
+            Self::F16 if bits & 0x1FFF == 0 && (113..=142).contains(&(bits >> 23 & 0xFF)) => true,
+            Self::Bf16 if bits & 0xFFFF == 0 => !value.is_nan(),
+            _ => self.round(value) == value,
+        }
+    }
+
     /// Rounds values to this type, half to even, as little-endian bytes.
     ///
     /// # Panics
@@ -247,6 +261,21 @@ mod tests {
             let mut got = [0.0];
             Dtype::F16.widen(&bits.to_le_bytes(), &mut got);
             assert_eq!(got[0].to_bits(), expected.to_bits(), "{bits:#06x}");
+        }
+    }
+
+    #[test]
+    fn a_type_holds_the_values_that_it_does_not_round() {
+        let halves = (0..=u16::MAX).map(|bits| f16::from_bits(bits).to_f32());
+        let wide = (0..=u16::MAX).map(|bits| bf16::from_bits(bits).to_f32());
+        for value in halves.chain(wide) {
+            let bits = value.to_bits();
+            for near in [bits.wrapping_sub(1), bits, bits ^ 1, bits ^ 0x1000, bits ^ 0x2000, bits ^ 0x8000] {
+                let near = f32::from_bits(near);
+                for dtype in [Dtype::F16, Dtype::Bf16, Dtype::F32] {
+                    assert_eq!(dtype.holds(near), dtype.round(near) == near, "{dtype} {near:e}");
+                }
+            }
         }
     }
 }

@@ -10,6 +10,11 @@ use crate::checkpoint::Dtype;
 use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result, allocate};
 
+/// The largest of these codes, of which only the bits of `mask` count.
+fn largest(codes: &[u8], mask: u8) -> u8 {
+    codes.iter().fold(0, |max, &code| max.max(code & mask))
+}
+
 /// Codes, scales and zero points of a linear's weight `[n, k]`, unpacked.
 ///
 /// `ŵ[o, i] = (codes[o, i] − zeros[o, g]) · scales[o, g]` with `g = i / group_size`. A symmetric scheme stores no zero
@@ -238,11 +243,13 @@ impl QuantizedTensor {
         if self.zeros.is_none() != self.scheme.is_symmetric() {
             return Err(inconsistent("the zero points do not match the symmetry of the scheme"));
         }
-        let fits = |codes: &[u8]| codes.iter().fold(0, |max, &c| max.max(c)) <= self.scheme.max_code();
+        let fits = |codes: &[u8]| largest(codes, u8::MAX) <= self.scheme.max_code();
         if !fits(&self.codes) || !self.zeros.as_deref().is_none_or(fits) {
             return Err(inconsistent("a code exceeds the bits of the scheme"));
         }
-        if self.scheme.float_format().is_some_and(|format| self.codes.iter().any(|&c| !format.is_number(c))) {
+        // If a format has NaN, its magnitude is the largest.
+        let magnitudes = self.scheme.max_code() >> 1;
+        if self.scheme.float_format().is_some_and(|f| !f.is_number(largest(&self.codes, magnitudes))) {
             return Err(inconsistent("a code is NaN"));
         }
         if self.levels.is_none() && !self.scales_are_exact() {
@@ -254,7 +261,7 @@ impl QuantizedTensor {
     fn scales_are_exact(&self) -> bool {
         match (self.scale_dtype, self.global) {
             (Dtype::F8E4M3, Some(_)) | (Dtype::F8E8M0, None) => self.scale_codes().is_some(),
-            (dtype, None) if dtype.is_weight_float() => self.scales.iter().all(|&s| dtype.round(s) == s),
+            (dtype, None) if dtype.is_weight_float() => self.scales.iter().all(|&s| dtype.holds(s)),
             _ => false,
         }
     }

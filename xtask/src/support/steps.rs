@@ -1,7 +1,7 @@
 //! Named steps in order, each timed, with a summary table at the end.
 
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Result, bail};
 
@@ -64,6 +64,20 @@ impl Steps {
         self.rows.push(Row { name: name.to_owned(), took: start.elapsed(), cpu, failure });
     }
 
+    /// Runs one of these steps, by turns: one a day. Any of them runs if it is chosen by name.
+    pub fn by_turns(&mut self, steps: &[(&str, fn() -> Result<()>)]) {
+        let days = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs() / (24 * 60 * 60);
+        let turn = days as usize % steps.len();
+        for (at, (name, action)) in steps.iter().enumerate() {
+            if at == turn || !self.only.is_empty() {
+                self.step(name, action);
+            } else {
+                self.known.push((*name).to_owned());
+                println!("\n{name} is not run today: {} is", steps[turn].0);
+            }
+        }
+    }
+
     /// Prints the table.
     ///
     /// # Errors
@@ -115,6 +129,28 @@ fn minutes(duration: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_of_several_steps_runs_unless_some_are_chosen() {
+        fn fine() -> Result<()> {
+            Ok(())
+        }
+        let turns: [(&str, fn() -> Result<()>); 2] = [("a", fine), ("b", fine)];
+        let run = |only: &[String]| {
+            let mut steps = Steps::new(only);
+            steps.by_turns(&turns);
+            let names: Vec<String> = steps.rows.iter().map(|row| row.name.clone()).collect();
+            (names, steps.finish())
+        };
+        let (names, outcome) = run(&[]);
+        assert!(names == ["a"] || names == ["b"], "{names:?}");
+        assert!(outcome.is_ok());
+        for name in ["a", "b"] {
+            let (names, outcome) = run(&[name.to_owned()]);
+            assert_eq!(names, [name]);
+            assert!(outcome.is_ok());
+        }
+    }
 
     #[test]
     fn a_failure_is_reported_after_the_other_steps_ran() {

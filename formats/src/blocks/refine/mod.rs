@@ -77,6 +77,10 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
     if max == 0.0 || !max.is_finite() {
         return zero(grid, max);
     }
+    let [low, high] = grid.limits();
+    if x.iter().any(|v| !(low < *v && *v < high)) {
+        return zero(grid, f32::INFINITY);
+    }
     // Normalize values to a magnitude of about 1, by a power of two so that nothing is rounded.
     let power = power_of_two_below(max);
     let mut scaled = [0.0_f32; MAX_CODES];
@@ -101,7 +105,8 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
     fields
 }
 
-/// A block of zeros. If `max` is infinite, `d` is too, and the caller's check of the encoded bytes finds it.
+/// A block of zeros. If `max` is infinite or the block's scale would be, `d` is, and the caller's check of the encoded
+/// bytes finds it.
 fn zero(grid: &Grid, max: f32) -> Fields {
     let mut fields = Fields { d: if max == 0.0 { 0.0 } else { f32::INFINITY }, ..Fields::ZERO };
     let (code, _) = grid.round([0.0, 0.0], 0.0);

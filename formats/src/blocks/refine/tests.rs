@@ -118,6 +118,28 @@ fn rows_at_the_ends_of_the_range_are_finite_and_no_worse() {
 }
 
 #[test]
+fn values_whose_scale_overflows_are_not_finite() {
+    for kind in BLOCK_TYPES.iter() {
+        let Some(grid) = kind.grid else { continue };
+        for limit in grid.limits().into_iter().filter(|limit| limit.is_finite()) {
+            let back = |value: f32| {
+                let mut row = vec![0.01; 256];
+                row[70] = value;
+                let mut bytes = vec![0; kind.row_bytes(256).unwrap()];
+                kind.encode_refined(&row, None, &mut bytes);
+                let mut back = [0.0; 256];
+                kind.decode(&bytes, &mut back);
+                back
+            };
+            let held = back(0.99 * limit);
+            assert!(held.iter().all(|v| v.is_finite()), "{kind:?}, {limit}");
+            assert!((held[70] / limit - 1.0).abs() < 0.2, "{kind:?}, {limit}: {}", held[70]);
+            assert!(!back(1.01 * limit).iter().all(|v| v.is_finite()), "{kind:?}, {limit}");
+        }
+    }
+}
+
+#[test]
 fn bytes_of_any_fields_decode_to_what_rounding_returns() {
     let mut random = SplitMix64(13);
     for kind in BLOCK_TYPES.iter() {
