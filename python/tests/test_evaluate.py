@@ -64,9 +64,13 @@ def test_conversations(model: Path, tmp_path: Path) -> None:
     chatty = tmp_path / "chatty"
     shutil.copytree(model, chatty)
     (chatty / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}")
-    rendered = "".join(f"{one['role']}: {one['content']}|" for chat in chats for one in chat)
-    by_chats = fewbits.evaluate(chatty, text=chats, **SHORT)
-    assert by_chats.perplexity == fewbits.evaluate(chatty, text=[rendered], **SHORT).perplexity
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    by_file = fewbits.evaluate(chatty, text=file, **SHORT)
+    assert by_file.perplexity == fewbits.evaluate(chatty, text=chats, **SHORT).perplexity
+    rows = [{"messages": chat, "id": number} for number, chat in enumerate(chats)]
+    assert by_file.perplexity == fewbits.evaluate(chatty, text=rows, **SHORT).perplexity
+    assert by_file.perplexity != fewbits.evaluate(chatty, text=chats[1:], **SHORT).perplexity
 
 
 def test_what_cannot_be_asked_for(model: Path, tmp_path: Path) -> None:
