@@ -1,13 +1,13 @@
 """Measures the memory and time of quantized models in transformers on a CPU, and the time of evaluating one, on random
 models of real shapes.
 
-    python benchmarks/cpu_models.py transformers QUANT OUT [--shape 8B --layers 8] [--rounds 3] [--threads 2]
+    python benchmarks/cpu_models.py transformers QUANT OUT [--shape 8B --layers 16] [--rounds 3] [--threads 2]
     python benchmarks/cpu_models.py eval QUANT OUT [--shape 1B --layers 16]
     python benchmarks/cpu_models.py make QUANT OUT [--shape 1B --layers 16]
 
 `transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, and the
 same checkpoints with `fewbits.transformers`, each in its own process. The package is taken from FEWBITS_PACKAGE
-(default target/python/package). `eval` times `quant eval` alone and with --reference, on the demo model too. Both write
+(default target/python/package). "8-bit head" also quantizes the output head. `eval` times `quant eval` alone and with --reference, on the demo model too. Both write
 a record of their measurements. `make` only creates the models.
 """
 
@@ -28,18 +28,23 @@ SHAPES = {
     "1B": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64, tie_word_embeddings=True),
     "8B": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128, tie_word_embeddings=False),
 }
-SCHEMES = {"w4a16": ["--method", "rtn", "--scheme", "w4a16-g128-sym"], "w8a8": ["--method", "rtn", "--scheme", "w8a8"]}
+SCHEMES = {
+    "w4a16": ["--method", "rtn", "--scheme", "w4a16-g128-sym"],
+    "w4a16, 8-bit head": ["--method", "rtn", "--scheme", "w4a16-g128-sym", "--override", "lm_head=w8a16-g128-sym"],
+    "w8a8": ["--method", "rtn", "--scheme", "w8a8"],
+}
 PROMPT, NEW = 64, 24
 
 
 def make(out: Path, shape: str, layers: int | None) -> Path:
-    """Creates a random Llama in bf16, unless it exists, and returns its directory."""
+    """Creates a random Llama in bf16, unless it exists, and returns its directory. Each block is a file of its own, so
+    memory does not depend on the number of layers."""
     import torch
     from safetensors.torch import save_file
 
     config = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     model = out / f"{shape}-{config['num_hidden_layers']}"
-    if (model / "model.safetensors").is_file():
+    if (model / "config.json").is_file():
         return model
     model.mkdir(parents=True, exist_ok=True)
     hidden, inner, kv = config["hidden_size"], config["intermediate_size"], 8 * config["head_dim"]
@@ -51,32 +56,41 @@ def make(out: Path, shape: str, layers: int | None) -> Path:
     def norm():
         return (1 + 0.1 * torch.randn(hidden, generator=generator)).to(torch.bfloat16)
 
-    tensors = {"model.embed_tokens.weight": random(VOCAB, hidden), "model.norm.weight": norm()}
+    places, bytes_ = {}, 0
+
+    def save(file, tensors):
+        nonlocal bytes_
+        save_file(tensors, model / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(tensors, file))
+        bytes_ += sum(tensor.numel() * 2 for tensor in tensors.values())
+
+    save("model-outside.safetensors", {"model.embed_tokens.weight": random(VOCAB, hidden), "model.norm.weight": norm()})
     if not config["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = random(VOCAB, hidden)
+        save("model-head.safetensors", {"lm_head.weight": random(VOCAB, hidden)})
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
     for layer in range(config["num_hidden_layers"]):
-        sizes = {
-            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-        for name, size in sizes.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = random(*size)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{name}.weight"] = norm()
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+        block = {name: random(*size) for name, size in sizes.items()}
+        block |= {name: norm() for name in ("input_layernorm", "post_attention_layernorm")}
+        save(f"model-{layer:05}.safetensors", {f"model.layers.{layer}.{name}.weight": one for name, one in block.items()})
+    index = {"metadata": {"total_size": bytes_}, "weight_map": places}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(records.ROOT / "calibration-data/demo-model/tokenizer.json", model)
     config |= {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": VOCAB,
         "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
         "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1,
     }
+    # Written last: it marks the model as complete.
     (model / "config.json").write_text(json.dumps(config))
-    shutil.copy(records.ROOT / "calibration-data/demo-model/tokenizer.json", model)
     return model
 
 
-def peak() -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+def status(key: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:")]
     return int(line.split()[1]) * 1024
 
 
@@ -91,7 +105,7 @@ def measure(model: str, packed: bool, threads: int) -> None:
         import fewbits.transformers
 
         fewbits.transformers.enable()
-    begin, imports = time.perf_counter(), peak()
+    begin, imports = time.perf_counter(), status("VmHWM")
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     load = time.perf_counter() - begin
     tokens = torch.arange(2, 2 + PROMPT).unsqueeze(0)
@@ -106,13 +120,17 @@ def measure(model: str, packed: bool, threads: int) -> None:
             state = loaded(state.logits[:, -1:].argmax(-1), past_key_values=state.past_key_values, use_cache=True)
             steps.append(time.perf_counter() - begin)
     print(json.dumps({"load": load, "prefill": PROMPT / prefill, "decode": 1 / statistics.median(steps),
-                      "imports": imports, "peak": peak()}))
+                      "imports": imports, "peak": status("VmHWM"), "decoding": status("VmRSS")}))
 
 
 def quantized(quant: str, model: Path) -> dict[str, Path]:
     found = {}
+    tied = json.loads((model / "config.json").read_text()).get("tie_word_embeddings")
     for name, options in SCHEMES.items():
-        out = model.with_name(f"{model.name}-{name}")
+        # A head that is the embedding stays float.
+        if tied and "lm_head" in options[-1]:
+            continue
+        out = model.with_name(f"{model.name}-{name.replace(', ', '-').replace(' ', '-')}")
         if not out.is_dir():
             subprocess.run([quant, "quantize", model, "-o", out, *options, "--quiet"], check=True, stdout=subprocess.DEVNULL)
         found[name] = out
@@ -125,13 +143,9 @@ def in_transformers(arguments) -> None:
 
     model = make(arguments.out, arguments.shape, arguments.layers)
     made = quantized(arguments.quant, model)
-    who = {
-        "bf16": (model, False),
-        "w4a16, transformers": (made["w4a16"], False),
-        "w4a16, fewbits": (made["w4a16"], True),
-        "w8a8, transformers": (made["w8a8"], False),
-        "w8a8, fewbits": (made["w8a8"], True),
-    }
+    who = {"bf16": (model, False)}
+    for name, path in made.items():
+        who |= {f"{name}, transformers": (path, False), f"{name}, fewbits": (path, True)}
     who = {name: one for name, one in who.items() if not arguments.only or name in arguments.only}
     rows = []
     for round_ in range(arguments.rounds):
@@ -141,25 +155,25 @@ def in_transformers(arguments) -> None:
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr[-2000:]}")
             found = json.loads(done.stdout.splitlines()[-1])
-            rows.append([round_, name, *(round(found[key], 4) for key in ("load", "prefill", "decode")), found["imports"], found["peak"]])
+            rows.append([round_, name, *(round(found[key], 4) for key in ("load", "prefill", "decode")), found["imports"], found["peak"], found["decoding"]])
             print(rows[-1], flush=True)
-    middle = {name: [statistics.median(row[i] for row in rows if row[1] == name) for i in range(2, 7)] for name in who}
+    middle = {name: [statistics.median(row[i] for row in rows if row[1] == name) for i in range(2, 8)] for name in who}
     base = middle["bf16"]
     lines = records.header("A quantized model in transformers on a CPU", "python benchmarks/cpu_models.py " + " ".join(
         ["transformers", "QUANT", "OUT", "--shape", arguments.shape, "--layers", str(arguments.layers or SHAPES[arguments.shape]["num_hidden_layers"]),
          "--rounds", str(arguments.rounds), "--threads", str(arguments.threads)]))
     lines += [
-        f"Random Llama in {arguments.shape} shape, {arguments.layers or SHAPES[arguments.shape]['num_hidden_layers']} layers, embeddings and head float; "
+        f"Random Llama in {arguments.shape} shape, {arguments.layers or SHAPES[arguments.shape]['num_hidden_layers']} layers, embeddings float, and the head too unless the table says otherwise; "
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
         f"bf16, {arguments.threads} thread(s). A prompt of {PROMPT} tokens, then {NEW} tokens one by one. Each model runs in its own process, "
-        f"all in turn; medians of {arguments.rounds} round(s). Memory is the peak (VmHWM), including the imports. {arguments.note}".rstrip(),
+        f"all in turn; medians of {arguments.rounds} round(s). The peak is VmHWM, which includes the imports and pages of mapped checkpoint files; the last columns are the resident memory after the last token (VmRSS). {arguments.note}".rstrip(),
         "",
-        "| model | load, s | prefill, tokens/s | decode, tokens/s | decode relative to bf16 | peak, GB | peak relative to bf16 |",
-        "|---|---|---|---|---|---|---|",
+        "| model | load, s | prefill, tokens/s | decode, tokens/s | decode relative to bf16 | peak, GB | peak relative to bf16 | resident, GB | resident relative to bf16 |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, (load, prefill, decode, _, top) in middle.items():
-        lines.append(f"| {name} | {load:.1f} | {prefill:.1f} | {decode:.2f} | {decode / base[2]:.2f} | {top / 1e9:.2f} | {100 * top / base[4]:.0f} % |")
-    records.write("transformers-cpu", lines, ["round", "model", "load_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "import_bytes", "peak_bytes"], rows)
+    for name, (load, prefill, decode, _, top, resident) in middle.items():
+        lines.append(f"| {name} | {load:.1f} | {prefill:.1f} | {decode:.2f} | {decode / base[2]:.2f} | {top / 1e9:.2f} | {100 * top / base[4]:.0f} % | {resident / 1e9:.2f} | {100 * resident / base[5]:.0f} % |")
+    records.write("transformers-cpu", lines, ["round", "model", "load_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "import_bytes", "peak_bytes", "decoding_bytes"], rows)
 
 
 def evaluation(arguments) -> None:

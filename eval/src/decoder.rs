@@ -120,6 +120,29 @@ impl Tokenizer for Tokenization<'_> {
     }
 }
 
+/// Tokenizes conversations that a chat template has rendered. The template has written all special tokens, so none are
+/// added. Conversations follow each other without a separator: pass them to
+/// [`EvaluationText::new`](crate::EvaluationText::new) as one document.
+#[derive(Debug)]
+pub struct RenderedTokenization<'a>(pub Tokenization<'a>);
+
+impl Tokenizer for RenderedTokenization<'_> {
+    fn encode(&self, texts: &[&str]) -> Result<Vec<EncodedText>> {
+        self.0.tokenizer.encode_all_rendered(texts)
+    }
+
+    fn document_prefix(&self) -> Result<u32> {
+        Err(Error::usage(
+            "lmeval-rolling scores documents of plain text, but the text consists of conversations",
+            "choose a different ‹profile›, such as gptq-2048",
+        ))
+    }
+
+    fn sha256(&self) -> &str {
+        &self.0.sha256
+    }
+}
+
 fn prefix(tokenization: &Tokenization<'_>) -> Result<u32> {
     let special = tokenization.settings.special_tokens()?;
     let named = ["bos_token", "eos_token"].iter().find_map(|n| special.iter().find(|(name, _)| name == n));

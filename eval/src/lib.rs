@@ -44,7 +44,7 @@ pub use anatomy::anatomy;
 pub use anatomy::{Anatomy, LinearInput};
 pub use closest::{Closest, closest};
 #[cfg(feature = "decoders")]
-pub use decoder::Tokenization;
+pub use decoder::{RenderedTokenization, Tokenization};
 pub use divergence::{
     ConfidenceBucket, Divergence, KlQuantiles, NoiseFloor, Reference, compare, compare_all,
 };

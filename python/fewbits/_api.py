@@ -372,9 +372,10 @@ def evaluate(
 ) -> Evaluation:
     """Measures perplexity on a text, and the divergence from ``reference`` if one is given.
 
-    ``text`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, or rows of a
-    dataset with a field ``text``. ``on_event``, ``progress`` and Ctrl-C work as in :func:`quantize`; with a
-    ``journal``, the same call continues a stopped evaluation.
+    ``text`` is the path of a text or ``.jsonl`` file, the name of a built-in text, or rows: strings, rows of a
+    dataset with a field ``text`` or ``messages``, or lists of chat messages, which the model's chat template renders.
+    ``on_event``, ``progress`` and Ctrl-C work as in :func:`quantize`; with a ``journal``, the same call continues a
+    stopped evaluation.
 
     Raises :class:`QuantError`.
     """

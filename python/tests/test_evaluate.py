@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -51,8 +52,25 @@ def test_texts(model: Path, tmp_path: Path) -> None:
     by_file = fewbits.evaluate(model, text=file, **SHORT)
     by_rows = fewbits.evaluate(model, text=[{"text": text} for text in documents], **SHORT)
     assert by_file.perplexity == by_rows.perplexity
-    with pytest.raises(fewbits.InputError, match="contains conversations"):
-        fewbits.evaluate(model, text=[[{"role": "user", "content": "a"}]], **SHORT)
+
+
+def test_conversations(model: Path, tmp_path: Path) -> None:
+    chats = [
+        [{"role": "user", "content": f"What is {n} and {n}?"}, {"role": "assistant", "content": "Rain. " * (20 + n)}]
+        for n in range(20)
+    ]
+    with pytest.raises(fewbits.InputError, match="has no chat template"):
+        fewbits.evaluate(model, text=chats, **SHORT)
+    chatty = tmp_path / "chatty"
+    shutil.copytree(model, chatty)
+    (chatty / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}")
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    by_file = fewbits.evaluate(chatty, text=file, **SHORT)
+    assert by_file.perplexity == fewbits.evaluate(chatty, text=chats, **SHORT).perplexity
+    rows = [{"messages": chat, "id": number} for number, chat in enumerate(chats)]
+    assert by_file.perplexity == fewbits.evaluate(chatty, text=rows, **SHORT).perplexity
+    assert by_file.perplexity != fewbits.evaluate(chatty, text=chats[1:], **SHORT).perplexity
 
 
 def test_what_cannot_be_asked_for(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+import os
 import re
 import time
 from pathlib import Path
@@ -91,6 +93,31 @@ def test_a_cell_is_interrupted_and_the_next_one_resumes(notebook: Notebook, mode
     assert "q_proj" in html.unescape(page.group(1))
     fewbits.quantize(model, tmp_path / "undisturbed", method="gptq", samples=48, seq_len=128)
     assert digests(tmp_path / "OUT") == digests(tmp_path / "undisturbed")
+
+
+def test_the_example(notebook: Notebook, tmp_path: Path) -> None:
+    """Runs all cells of the example, with shorter texts."""
+    notebook.run(
+        "import functools, fewbits\n"
+        "def quantize(*paths, full=fewbits.quantize, **settings):\n"
+        "    # Rounding to nearest needs no text.\n"
+        "    short = {} if settings.get('method') == 'rtn' else {'samples': 8, 'seq_len': 64}\n"
+        "    return full(*paths, **settings, **short)\n"
+        "fewbits.quantize = quantize\n"
+        "fewbits.evaluate = functools.partial(fewbits.evaluate, window=64, windows=2)\n"
+    )
+    example = json.loads((Path(os.environ["FEWBITS_ROOT"]) / "python/examples/quantize.ipynb").read_text())
+    cells = [cell for cell in example["cells"] if cell["cell_type"] == "code"]
+    shown = []
+    for cell in cells:
+        # Outputs would become outdated.
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        outputs, reply = notebook.run("".join(cell["source"]))
+        assert reply["status"] == "ok", (cell["source"], reply)
+        shown += [one["data"].get("text/html", "") for one in outputs if one["type"] == "execute_result"]
+    # The plan is a table; the results are framed pages.
+    assert len(shown) == 3 and "<table" in shown[0] and all("<iframe" in page for page in shown[1:]), shown
+    assert all((tmp_path / f"OUT-{name}/config.json").is_file() for name in ("awq", "rtn", "gptq", "awq-groups-of-64"))
 
 
 def test_the_cells_of_the_guide(notebook: Notebook) -> None:

@@ -107,25 +107,33 @@ pub fn explained(mut error: clap::Error, arguments: &[OsString]) -> clap::Error 
     error
 }
 
-fn tip(error: &clap::Error, arguments: &[OsString]) -> Option<&'static str> {
+fn tip(error: &clap::Error, arguments: &[OsString]) -> Option<String> {
     let named = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
     };
     match error.kind() {
         ErrorKind::UnknownArgument => {
-            let option = named(ContextKind::InvalidArg)?.trim_start_matches('-');
+            let given = named(ContextKind::InvalidArg)?;
+            // The value of --json is optional, so a word after it is an argument of its own.
+            if arguments.windows(2).any(|pair| pair[0] == "--json" && pair[1] == given) {
+                return Some(format!("to write the JSON to a file, use --json={given}"));
+            }
+            let option = given.trim_start_matches('-');
             let option = option.split('=').next().unwrap_or_default().replace('_', "-").to_ascii_lowercase();
             let cli = Cli::command();
             let subcommand = cli
                 .get_subcommands()
                 .find(|subcommand| arguments.iter().any(|word| word == subcommand.get_name()))?;
             let known = OPTIONS.iter().filter(|(names, ..)| names.contains(&&*option));
-            known.filter(|(_, here, _)| has_option(subcommand, here)).map(|(.., tip)| *tip).next()
+            known
+                .filter(|(_, here, _)| has_option(subcommand, here))
+                .map(|(.., tip)| (*tip).to_owned())
+                .next()
         }
         ErrorKind::InvalidSubcommand => {
             let subcommand = named(ContextKind::InvalidSubcommand)?.to_ascii_lowercase();
-            COMMANDS.iter().find(|(names, _)| names.contains(&&*subcommand)).map(|(_, tip)| *tip)
+            COMMANDS.iter().find(|(names, _)| names.contains(&&*subcommand)).map(|(_, tip)| (*tip).to_owned())
         }
         _ => None,
     }

@@ -63,7 +63,7 @@ impl Catalog for Session {
 pub fn evaluation_text_help() -> String {
     let public: Vec<String> = sets().unwrap_or_default().into_iter().map(|set| set.name).collect();
     format!(
-        "Evaluation text: a file (plain text or .jsonl), {HELDOUT_NAME} (built in), or a public set, downloaded in a \
+        "Evaluation text: a file (plain text, or .jsonl with texts or conversations), {HELDOUT_NAME} (built in), or a public set, downloaded in a \
          build with the feature hub: {}",
         public.join(", ")
     )

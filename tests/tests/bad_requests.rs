@@ -393,6 +393,8 @@ fn arguments() {
             args!["export", m],
             "tip: to convert a quantized checkpoint: quant quantize CHECKPOINT -o OUT --format awq",
         ),
+        (args!["inspect", m, "--json", "x.json"], "tip: to write the JSON to a file, use --json=x.json"),
+        (args!["eval", m, "--text", "t", "--json", "x.json"], "use --json=x.json"),
         (args!["perplexity", m], "tip: to measure: quant eval MODEL --text builtin-heldout"),
         (args!["plan", m, "--symmetric", "--asymmetric"], "cannot be used with"),
         (args!["plan", m, "--threads", "0"], "expected a number from 1 to 1024"),
@@ -540,7 +542,7 @@ fn texts_of_a_hub() {
     for help in ["-h", "--help"] {
         let run = quant(args!["eval", help]).succeeded();
         let text = run.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
-        let expected = "a file (plain text or .jsonl), builtin-heldout (built in), or a public set";
+        let expected = "a file (plain text, or .jsonl with texts or conversations), builtin-heldout (built in), or a public set";
         assert!(text.contains(expected) && text.contains("wikitext-2"), "{run}");
     }
 }

@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use quant_tests::args;
 use quant_tests::files::hashes;
-use quant_tests::models::TinyLlama;
+use quant_tests::models::{TinyLlama, byte_tokenizer};
 use quant_tests::program::{Run, quant};
-use quant_tests::refusal::refuses_to_quantize;
+use quant_tests::refusal::{check_message, refuses_to_quantize};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -287,4 +287,63 @@ fn packed_texts() {
     };
     assert!(memory(&["--mask", "prompts"]) > memory(&[]));
     assert!(memory(&["--packing", "documents"]) > memory(&["--packing", "stream"]));
+}
+
+/// Conversations are scored as the text that the template writes, without the special tokens of the tokenizer.
+#[test]
+fn evaluation_of_conversations() {
+    let bench = Bench::new();
+    let rendered: String = (0..12)
+        .map(|i| {
+            let (question, answer) =
+                ("How far is it? ".repeat(1 + i % 3), "A mile, or two. ".repeat(1 + i % 2));
+            format!("<user>{}</s><assistant>{}</s>", question.trim(), answer.trim())
+        })
+        .collect();
+    bench.write("rendered.txt", &rendered);
+    let run = |text: &str, options: &[&str]| {
+        let arguments = args!["eval", bench.model(), "--text", bench.at(text), "--window", "64", "--json"];
+        quant(arguments.into_iter().chain(options.iter().map(OsString::from)))
+    };
+    let [chats, plain] = ["chats.jsonl", "rendered.txt"].map(|text| run(text, &[]).json());
+    for field in ["perplexity", "bits_per_byte", "tokens_sha256", "window_tokens", "bos"] {
+        assert!(
+            !chats[field].is_null() && chats[field] == plain[field],
+            "{field}: {} {}",
+            chats[field],
+            plain[field]
+        );
+    }
+    assert_eq!(chats["text"]["sha256"], plain["text"]["sha256"]);
+    let compared = run("chats.jsonl", &["--reference", bench.model().to_str().unwrap()]).json();
+    assert_eq!(compared["comparison"]["kl"]["mean"], 0.0);
+
+    // The tokenizer adds a token to plain texts, but not to what the template has rendered.
+    let mut tokenizer = byte_tokenizer();
+    let bos = json!({ "SpecialToken": { "id": "A", "type_id": 0 } });
+    tokenizer["post_processor"] = json!({
+        "type": "TemplateProcessing",
+        "single": [bos, { "Sequence": { "id": "A", "type_id": 0 } }],
+        "pair": [{ "Sequence": { "id": "A", "type_id": 0 } }, { "Sequence": { "id": "B", "type_id": 0 } }],
+        "special_tokens": { "A": { "id": "A", "ids": [65], "tokens": ["A"] } },
+    });
+    bench.write("model/tokenizer.json", &tokenizer.to_string());
+    assert_eq!(run("chats.jsonl", &[]).json()["tokens_sha256"], chats["tokens_sha256"]);
+    let with_bos = run("rendered.txt", &[]).json();
+    assert_eq!((&with_bos["bos"]["policy"], &with_bos["bos"]["token"]), (&json!("text"), &json!(65)));
+
+    let rolling = run("chats.jsonl", &["--profile", "lmeval-rolling-64"]);
+    check_message(
+        "rolling",
+        &rolling,
+        2,
+        &["the text consists of conversations", "choose a different --profile"],
+    );
+    std::fs::remove_file(bench.at("model/chat_template.jinja")).unwrap();
+    check_message(
+        "no template",
+        &run("chats.jsonl", &[]),
+        4,
+        &["has no chat template", "without `messages`"],
+    );
 }

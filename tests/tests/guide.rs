@@ -66,9 +66,11 @@ fn prepare(scratch: &Path) {
     let template = "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}\
                     {% if add_generation_prompt %}<|assistant|>{% endif %}";
     std::fs::write(scratch.join("MODEL/chat_template.jinja"), template).unwrap();
-    let text = "<|user|>How far is the mill?<|assistant|>A mile, along the river, as far as anybody knows.";
-    let line = format!("{}\n", serde_json::json!({ "text": text.repeat(3) }));
-    std::fs::write(scratch.join("held-out.jsonl"), line.repeat(20)).unwrap();
+    let chat = serde_json::json!({ "messages": [
+        { "role": "user", "content": "How far is the mill?" },
+        { "role": "assistant", "content": "A mile, along the river, as far as anybody knows. ".repeat(3) },
+    ] });
+    std::fs::write(scratch.join("held-out.jsonl"), format!("{chat}\n").repeat(20)).unwrap();
 }
 
 fn block<'a>(text: &'a str, language: &str) -> &'a str {

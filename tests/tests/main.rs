@@ -6,6 +6,7 @@
 mod bad_input;
 mod bad_requests;
 mod book;
+mod candle;
 mod chat;
 mod containers;
 mod end_to_end;

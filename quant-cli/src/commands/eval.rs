@@ -14,7 +14,7 @@ use quant_evaluator::report::{EvaluationReport, WorstWindow, error_in_nats, nats
 use quant_evaluator::statistics::Quantile;
 use quant_evaluator::{
     Anatomy, Divergence, Estimate, Evaluation, EvaluationText, Journal, Measured, ModelIdentity, Position,
-    ProfileRequest, Tokenization, anatomy, compare, perplexity, store_reference,
+    ProfileRequest, RenderedTokenization, Tokenization, anatomy, compare, perplexity, store_reference,
 };
 use serde_json::json;
 
@@ -404,7 +404,8 @@ pub fn text(
             trained for; ‹window={positions}› avoids this"
         ));
     }
-    let (documents, origin) = run::documents(source, &session.host())?;
+    let documents = run::documents(opened, source, &session.host())?;
+    let origin = Path::new(source.name());
     let tokenizer = inputs::tokenizer(&opened.directory)?;
     let tokenization = Tokenization {
         tokenizer: &tokenizer,
@@ -412,7 +413,13 @@ pub fn text(
         sha256: sha256_hex(read_tokenizer(opened)?),
     };
     let windows = windows.map(|n| usize::try_from(n).unwrap_or(usize::MAX));
-    let text = EvaluationText::new(&tokenization, &documents, request, windows, &origin)?;
+    let text = match documents.rendered {
+        false => EvaluationText::new(&tokenization, &documents.texts, request, windows, origin)?,
+        true => {
+            let tokenization = RenderedTokenization(tokenization);
+            EvaluationText::new(&tokenization, &[documents.texts.concat()], request, windows, origin)?
+        }
+    };
     for warning in &text.warnings {
         session.progress.note(&format!("warning: {warning}"));
     }

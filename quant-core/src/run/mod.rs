@@ -67,4 +67,4 @@ pub use summary::{
     Calibration, FloatsSummary, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, Output, QuantizeSummary,
     Replaced, Summary, UndersampledExpert, UndersampledLinears, Worst,
 };
-pub use texts::{BUILTIN, HELDOUT, Text, calibration, documents};
+pub use texts::{BUILTIN, Documents, HELDOUT, Text, calibration, documents};

@@ -1,11 +1,10 @@
 //! Calibration and evaluation texts, named or given in a request.
 
-use std::path::{Path, PathBuf};
+use std::borrow::Cow;
+use std::path::Path;
 
 use super::host::{Host, Opened};
-use crate::calibrate::{
-    ChatTemplate, Corpus, Sampling, TextTokenizer, TokenWindows, read_corpus, read_documents,
-};
+use crate::calibrate::{ChatTemplate, Corpus, Sampling, TextTokenizer, TokenWindows, read_corpus};
 use crate::model::Model;
 use crate::{Error, Result};
 
@@ -59,19 +58,7 @@ pub fn calibration(
     host: &Host<'_>,
 ) -> Result<TokenWindows> {
     let path = Path::new(text.name());
-    let read;
-    let corpus = match text {
-        Text::Given(corpus, _) => corpus,
-        Text::Named(name) => {
-            read = match host.catalog.built_in(name) {
-                Some(documents) => Corpus::Texts(documents),
-                None if path.exists() => read_corpus(path)?,
-                None => Corpus::Texts(documents_of(name, host)?.0),
-            };
-            &read
-        }
-    };
-    let windows = match corpus {
+    let windows = match &*corpus(text, host)? {
         Corpus::Texts(texts) => {
             TokenWindows::sample(&TextTokenizer::of(&opened.directory)?, texts, sampling, path)?
         }
@@ -93,32 +80,46 @@ fn check(model: &Model, windows: &TokenWindows) -> Result<()> {
     }
 }
 
-/// Returns the documents of a text, and its name in messages.
+/// Texts to evaluate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Documents {
+    /// The texts.
+    pub texts: Vec<String>,
+    /// Whether they are conversations that the model's chat template has rendered, with all special tokens.
+    pub rendered: bool,
+}
+
+/// Returns the documents of an evaluation text. Conversations are rendered with the chat template of `opened`.
 ///
 /// # Errors
-/// When it cannot be read or fetched, is unknown ([`Error::UnknownText`]), or holds conversations.
-pub fn documents(text: &Text, host: &Host<'_>) -> Result<(Vec<String>, PathBuf)> {
-    match text {
-        Text::Named(name) => documents_of(name, host),
-        Text::Given(Corpus::Texts(texts), name) => Ok((texts.clone(), name.into())),
-        Text::Given(Corpus::Chats(_), name) => Err(Error::Text {
-            path: name.into(),
-            line: None,
-            reason: "contains conversations, but only plain texts can be evaluated".into(),
-        }),
+/// When it cannot be read or fetched, is unknown ([`Error::UnknownText`]), or holds conversations that the model has no
+/// chat template for, or that its template rejects.
+pub fn documents(opened: &Opened, text: &Text, host: &Host<'_>) -> Result<Documents> {
+    match corpus(text, host)?.into_owned() {
+        Corpus::Texts(texts) => Ok(Documents { texts, rendered: false }),
+        Corpus::Chats(chats) => {
+            let template = ChatTemplate::open(&opened.directory)?;
+            let texts = template.texts(&chats, Path::new(text.name()), host.cancel)?;
+            Ok(Documents { texts, rendered: true })
+        }
     }
 }
 
-fn documents_of(name: &str, host: &Host<'_>) -> Result<(Vec<String>, PathBuf)> {
+fn corpus<'a>(text: &'a Text, host: &Host<'_>) -> Result<Cow<'a, Corpus>> {
+    let name = match text {
+        Text::Given(corpus, _) => return Ok(Cow::Borrowed(corpus)),
+        Text::Named(name) => name,
+    };
     if let Some(documents) = host.catalog.built_in(name) {
-        return Ok((documents, name.into()));
+        return Ok(Cow::Owned(Corpus::Texts(documents)));
     }
     let path = Path::new(name);
     if path.exists() {
-        return Ok((read_documents(path)?, path.to_owned()));
+        return read_corpus(path).map(Cow::Owned);
     }
     match host.catalog.fetched(name)? {
-        Some(documents) => Ok((documents, name.into())),
+        Some(documents) => Ok(Cow::Owned(Corpus::Texts(documents))),
         None => Err(Error::UnknownText { name: name.to_owned(), known: host.catalog.texts()? }),
     }
 }

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value as Json};
 
-use super::{Conversation, RenderedChat};
+use super::{CONVERSATIONS_PER_BATCH, Conversation, RenderedChat};
 use crate::calibrate::settings::CONFIG;
 use crate::calibrate::{InProcess, Mask, TokenizerSettings};
 use crate::checkpoint::ModelDirectory;
 use crate::worker::{Answer, ChatForm, Content, Loadable, Question, RenderedText, TextWorker, TextWorkers};
-use crate::{Error, Result};
+use crate::{CancelToken, Error, Result};
 
 const TEMPLATE: &str = "chat_template.jinja";
 /// The maximum length of a template. Real ones have a few kilobytes.
@@ -64,8 +64,8 @@ impl ChatTemplate {
                     conversations cannot be rendered"
                 ),
                 remedy: format!(
-                    "use a chat model, put its {TEMPLATE} next to the weights, or use plain text: ‹calibration=FILE› \
-                    without `messages`, or ‹generate(MODEL, prompt=TEXT)›"
+                    "use a chat model, put its {TEMPLATE} next to the weights, or use plain text: a file without \
+                    `messages`, or ‹generate(MODEL, prompt=TEXT)›"
                 )
                 .into(),
             }),
@@ -129,6 +129,25 @@ impl ChatTemplate {
             Mask::Prompts => ChatForm::Marked,
         };
         self.ask(conversations, form, origin)
+    }
+
+    /// Returns the texts of conversations. `origin` is their file, for messages.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render); also if the run is cancelled.
+    pub fn texts(
+        &self,
+        conversations: &[Conversation],
+        origin: &Path,
+        cancel: &CancelToken,
+    ) -> Result<Vec<String>> {
+        let mut texts = Vec::with_capacity(conversations.len());
+        for some in conversations.chunks(CONVERSATIONS_PER_BATCH) {
+            cancel.check()?;
+            let rendered = self.render_all(some, Mask::None, origin)?;
+            texts.extend(rendered.into_iter().map(|chat| chat.text));
+        }
+        Ok(texts)
     }
 
     /// Returns the text of a conversation followed by the generation prompt, ready for the assistant's next answer.

@@ -1,0 +1,82 @@
+//! A model written with candle's `QMatMul` on checkpoints of `quant`.
+
+use candle_core::{DType, Device, Tensor};
+use candle_transformers::models::llama::{Cache as OracleCache, Llama as Oracle, LlamaConfig};
+use quant_candle::{Checkpoint, Rayon, Runner};
+use quant_tests::args;
+use quant_tests::models::write_cut_demo_model;
+use quant_tests::program::quant;
+
+#[allow(dead_code, reason = "the example's `main` uses all of it")]
+#[path = "../../candle/examples/llama/model.rs"]
+mod model;
+
+use model::{Cache, Llama, greedy};
+
+/// The logits of candle-transformers' float model with dequantized weights, after all `tokens`.
+fn oracle(checkpoint: &Checkpoint, tokens: &[u32]) -> Vec<f32> {
+    let config = serde_json::Value::Object(checkpoint.quantized().config().clone());
+    let config = serde_json::from_value::<LlamaConfig>(config).unwrap().into_config(false);
+    let llama = Oracle::load(checkpoint.var_builder(DType::F32), &config).unwrap();
+    let mut cache = OracleCache::new(false, DType::F32, &config, &Device::Cpu).unwrap();
+    let tokens = Tensor::new(tokens, &Device::Cpu).unwrap().unsqueeze(0).unwrap();
+    llama.forward(&tokens, 0, &mut cache).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn logits_and_text_on_qmatmul_are_those_of_the_dequantized_model_and_of_generate() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    write_cut_demo_model(&at("model"), 2);
+    for (format, scheme) in
+        [("compressed-tensors", "w4a16-g64-sym"), ("awq", "w4a16-g32-asym"), ("gptq", "w8a16-g128")]
+    {
+        let out = at(format);
+        let options = args!["--method", "rtn", "--format", format, "--scheme", scheme, "-o", &out];
+        quant(args!["quantize", at("model")].into_iter().chain(options)).succeeded();
+        let generated = quant(args![
+            "generate",
+            &out,
+            "--prompt",
+            "The miller opened the door",
+            "--temperature",
+            "0",
+            "--max-new-tokens",
+            "12",
+            "--ignore-eos",
+            "--json"
+        ])
+        .json();
+        let ids = |of: &serde_json::Value| -> Vec<u32> {
+            of.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+        };
+        let prompt = ids(&generated["prompt_tokens"]);
+        let expected: Vec<u32> = generated["tokens"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|token| token["id"].as_u64().unwrap() as u32)
+            .collect();
+
+        let checkpoint = Checkpoint::open(&out, &Runner::new(Rayon)).unwrap();
+        let llama = Llama::load(&checkpoint).unwrap();
+        let (mut cache, mut next, mut text) = (Cache::default(), prompt.clone(), Vec::new());
+        for step in 0..expected.len() {
+            let logits = llama.forward(&next, &mut cache).unwrap();
+            let all = [&prompt[..], &text[..]].concat();
+            // Of the prompt in one pass, and of one token after a cache.
+            if step < 2 {
+                let exact = oracle(&checkpoint, &all);
+                let size = exact.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+                let worst = logits.iter().zip(&exact).fold(0.0_f32, |worst, (a, b)| worst.max((a - b).abs()));
+                assert!(
+                    logits.len() == exact.len() && worst <= 2e-5 * size,
+                    "{format}, step {step}: {worst} of {size}"
+                );
+            }
+            next = vec![greedy(&logits)];
+            text.extend(&next);
+        }
+        assert_eq!(text, expected, "{format} {scheme}");
+    }
+}
