@@ -498,10 +498,10 @@ mod tests {
             assert_eq!(with_indexer(changes.clone()).unwrap(), expected, "{changes}");
         }
         for (changes, expected) in [
-            (json!({ "indexer_types": ["shared", "full", "full"] }), "`indexer_types`"),
+            (json!({ "indexer_types": ["shared", "full", "full"] }), "indexer_types"),
             (json!({ "indexer_types": ["full", "other", "full"] }), "unknown entry, `other`"),
             (json!({ "indexer_types": ["full"] }), "1 entries for 3 blocks"),
-            (json!({ "index_topk_pattern": "FX-" }), "`index_topk_pattern`"),
+            (json!({ "index_topk_pattern": "FX-" }), "index_topk_pattern"),
             (json!({ "index_topk": 0 }), "index_topk"),
             (json!({ "q_lora_rank": null }), "q_lora_rank"),
         ] {

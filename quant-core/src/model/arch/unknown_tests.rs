@@ -27,7 +27,7 @@ fn dense(architecture: &str, more: &Value) -> Value {
 #[test]
 fn names_and_fields_find_the_nearest_family() {
     let deepseek = json!({
-        "model_type": "deepseek_v33", "n_routed_experts": 256, "n_shared_experts": 1, "kv_lora_rank": 512,
+        "model_type": "deepseek_v321", "n_routed_experts": 256, "n_shared_experts": 1, "kv_lora_rank": 512,
         "topk_method": "noaux_tc", "index_topk": 2048, "hc_mult": 4, "quantization_config": { "quant_method": "fp8" },
     });
     let next = json!({
@@ -42,7 +42,7 @@ fn names_and_fields_find_the_nearest_family() {
     });
     for (config, near, expected) in [
         (
-            dense("DeepseekV33ForCausalLM", &deepseek),
+            dense("DeepseekV321ForCausalLM", &deepseek),
             "DeepseekV32ForCausalLM",
             &["no supported family has `hc_mult`"][..],
         ),
