@@ -78,7 +78,15 @@ impl Bench {
         let part = |t: &Tensor, first: usize, width: usize| t.narrow(2, first, width).unwrap();
         let branches = (part(&y, 0, hidden) - part(&self.x, 0, hidden)).unwrap();
         let extra = part(&y, hidden, y.dim(2).unwrap() - hidden);
-        [flat(&branches), flat(&extra)].concat()
+        [flat(&branches), flat(&extra), self.indexed(block)].concat()
+    }
+
+    /// The values by which an indexer selects keys. They do not change the output as long as it selects all keys.
+    fn indexed(&self, block: &Block) -> Vec<f32> {
+        let selections = block.graph().nodes().iter().filter(|node| node.op == Op::SelectKeys);
+        let inputs: Vec<NodeId> = selections.flat_map(|node| node.inputs[1..].to_vec()).collect();
+        let known = [(block.graph().input(), self.x.clone())];
+        block.evaluate(&known, &inputs, &mut NoTap).unwrap().iter().flat_map(flat).collect()
     }
 
     /// The change of the block's output by a rewrite, relative to its largest value.

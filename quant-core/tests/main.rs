@@ -29,6 +29,7 @@ mod qoq;
 mod reads;
 mod real_models;
 mod residence;
+mod resume_in_block;
 mod roundings;
 mod side_values;
 #[path = "common/sink.rs"]

@@ -58,7 +58,7 @@ import check_vision_language
 import check_workflows
 import make_vision_language
 import numpy
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOAT_TOLERANCE = 1e-3
@@ -78,6 +78,9 @@ TINY = ["gqa", "mha", "tied", "llama3-rope", "linear-rope", "head-dim", "sharded
         "mistral", "qwen2", "qwen3", "opt", "opt-plain", "opt-bare", *MIXED, *EXPERTS]
 # Also run token by token from a cache: models with sliding windows, norms of heads, or experts.
 DECODED = ["mistral", "qwen3", *MIXED, *EXPERTS]
+# Models with experts. transformers cannot read their asymmetric checkpoints, nor those in the AWQ and GPTQ formats, so it
+# runs the weights that an independent reader dequantized. `check_families` does this for gpt-oss.
+THROUGH_FLOATS = ["mixtral", "qwen3-moe-mixed", "qwen2_moe", "deepseek_v3", "glm4_moe"]
 REAL = ["books-7m", "tinystories-656k", "stories260k"]
 
 QUICK = ["--samples", "8", "--seq-len", "128"]
@@ -260,13 +263,14 @@ class Check:
             self.program("interop-dump", "tokens", model, self.text(name), 256, 2, out)
         return out
 
-    def logits(self, model, name, reference_options=()):
-        """The function that compares logits, and transformers' and quant's logits of the same windows."""
+    def logits(self, model, name, reference_options=(), reference=None):
+        """The function that compares logits, and transformers' and quant's logits of the same windows. transformers runs
+        `reference`, if it is given."""
         tokens = self.tokens(model, name)
         ours, theirs = self.scratch / "ours.safetensors", self.scratch / "theirs.safetensors"
         command = "decoded" if "--decode" in reference_options else "logits"
         self.program("interop-dump", command, model, tokens, ours)
-        self.script("reference_logits", model, tokens, theirs, *reference_options)
+        self.script("reference_logits", reference or model, tokens, theirs, *reference_options)
         compare = importlib.import_module("compare_logits").compare
         return compare, load_file(theirs)["logits"], load_file(ours)["logits"]
 
@@ -328,9 +332,28 @@ class Check:
                          if name not in ours or not numpy.array_equal(ours[name], weight)]
             return different or f"{len(theirs)} linears", bool(theirs) and not different
 
+        def floats():
+            """transformers runs the weights that the independent reader dequantized."""
+            weights = load_file(self.scratch / "packed.safetensors")
+            packed = {name.removesuffix(".weight") for name in weights}
+            stored = {name: tensor for path in out.glob("*.safetensors") for name, tensor in load_file(path).items()}
+            plain = {name: tensor for name, tensor in stored.items()
+                     if name.endswith(".bias") or name.rpartition(".")[0] not in packed}
+            directory = self.scratch / f"{name}-{case}-floats"
+            directory.mkdir()
+            save_file(plain | weights, directory / "model.safetensors", metadata={"format": "pt"})
+            config = json.loads((out / "config.json").read_text())
+            del config["quantization_config"]
+            (directory / "config.json").write_text(json.dumps(config))
+            compare, theirs, ours = self.logits(out, f"{name}-{case}", reference=directory)
+            verdict = compare(theirs, ours, tolerances[0])
+            return verdict.get("ratio", verdict), verdict["ok"]
+
         if dequantize is not None:
             self.step(f"loads  {name} {case}", loads)
         self.step(f"bits   {name} {case}", bits)
+        if dequantize is None and name in THROUGH_FLOATS:
+            self.step(f"floats {name} {case}", floats)
 
     def chat(self, style):
         def work():

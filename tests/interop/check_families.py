@@ -98,6 +98,8 @@ TRAPS = {
     "scores not scaled by mscale": ("deepseek_v3", {"rope_parameters": make_tiny.yarn(
         attention_factor=(0.1 * numpy.log(4) + 1) / (0.07 * numpy.log(4) + 1))}),
     "weights of groups not scaled": ("deepseek_v2", {"routed_scaling_factor": 1.0}),
+    "DeepSeek-V3.2's experts as one group": ("deepseek_v32", {"n_group": 1, "topk_group": 1}),
+    "weights of GLM-5's experts not scaled": ("glm_moe_dsa", {"routed_scaling_factor": 1.0}),
     "no groups": ("deepseek_v2", {"topk_method": "greedy"}),
     "windows in the other layers": ("gpt_oss", {"layer_types": [make_tiny.FULL, make_tiny.SLIDING] * 2}),
     "gates and ups clamped at 7": ("gpt_oss", {"swiglu_limit": 7.0}),

@@ -192,6 +192,7 @@ DEEPSEEK = EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 2, "moe_interme
                       "topk_group": 2, "first_k_dense_replace": 1}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
           "qk_rope_head_dim": 8, "v_head_dim": 24}
+INDEXER = {"index_topk": 128, "index_n_heads": 3, "index_head_dim": 16}
 LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 6, "intermediate_size": 64,
           "attention_chunk_size": WINDOW, "floor_scale": 20, "attn_scale": 0.3}
 COHERE2_MOE = EXPERTS | {"model_type": "cohere2_moe", "num_hidden_layers": 5, "num_experts": 6, "intermediate_size": 64,
@@ -302,6 +303,12 @@ FAMILIES = {
     "deepseek_v3-plain": DEEPSEEK | LATENT | {
         "model_type": "deepseek_v3", "q_lora_rank": None, "rope_interleave": False, "attention_bias": True,
         "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    # Indexers select all keys of the windows: more would differ by ties.
+    "deepseek_v32": DEEPSEEK | LATENT | INDEXER | {"model_type": "deepseek_v32"} | rope(
+        **yarn(mscale=1.0, mscale_all_dim=0.7)),
+    "glm_moe_dsa": DEEPSEEK | LATENT | INDEXER | {
+        "model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.6,
+        "indexer_types": ["full", "shared", "full"]},
     "deepseek_v2": DEEPSEEK | LATENT | {
         "model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0,
         "norm_topk_prob": False} | rope(**yarn(mscale=0.7, mscale_all_dim=0.7)),
@@ -484,8 +491,8 @@ ENGINES = {
 WITHOUT_KEY_HEADS, FOUR_TIMES_AS_WIDE = ("gpt_neox", "gpt2", "bloom"), ("gpt2", "bloom")
 # For these, transformers derives the head dimension from the hidden size.
 WITHOUT_HEAD_DIM = {"lfm2", "lfm2_moe", "phi3", "phi", "cohere2", "starcoder2", "granite", "cohere", "olmo2", "olmo3",
-                    "gpt_neox", "gpt2", "bloom", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
-                    "ernie4_5_moe", "granitemoe", "granitemoehybrid"}
+                    "gpt_neox", "gpt2", "bloom", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa",
+                    "glm4_moe_lite", "ernie4_5_moe", "granitemoe", "granitemoehybrid"}
 
 
 def family_options(variant):

@@ -255,6 +255,54 @@ pub fn write_cut_demo_model(directory: &Path, layers: u64) {
     edit_config(directory, &json!({ "num_hidden_layers": layers }));
 }
 
+/// Writes the first blocks of the demo model as a Mixtral: every expert is the block's MLP with random changes.
+pub fn write_experts_model(directory: &Path, experts: u64, layers: u64) {
+    write_cut_demo_model(directory, layers);
+    let mut state = 7_u64;
+    let mut random = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    let mut tensors = Vec::new();
+    for tensor in read_safetensors(&directory.join("model.safetensors")) {
+        let Some((block, linear)) = tensor.name.split_once(".mlp.") else {
+            tensors.push(tensor);
+            continue;
+        };
+        assert_eq!(tensor.dtype, "F16");
+        let name = match linear {
+            "gate_proj.weight" => "w1",
+            "up_proj.weight" => "w3",
+            _ => "w2",
+        };
+        for expert in 0..experts {
+            let changed = tensor.data.chunks_exact(2).flat_map(|pair| {
+                let value = f16::from_le_bytes([pair[0], pair[1]]).to_f32();
+                f16::from_f32(value * (1.0 + 0.1 * random())).to_le_bytes()
+            });
+            let name = format!("{block}.block_sparse_moe.experts.{expert}.{name}.weight");
+            tensors.push(RawTensor { name, data: changed.collect(), ..tensor.clone() });
+        }
+        if name == "w1" {
+            let shape = vec![experts, tensor.shape[1]];
+            let values = (0..experts * tensor.shape[1]).map(|_| f16::from_f32(0.1 * random()).to_le_bytes());
+            let name = format!("{block}.block_sparse_moe.gate.weight");
+            tensors.push(RawTensor { name, dtype: "F16".into(), shape, data: values.flatten().collect() });
+        }
+    }
+    std::fs::write(directory.join("model.safetensors"), safetensors(&tensors))
+        .expect("the weights can be written");
+    edit_config(
+        directory,
+        &json!({
+            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": experts,
+            "num_experts_per_tok": 2
+        }),
+    );
+}
+
 /// A tokenizer whose token for each byte is the byte's value.
 pub fn byte_tokenizer() -> Value {
     let mut stand_in = 256u32;

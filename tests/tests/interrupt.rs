@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use quant_tests::args;
 use quant_tests::files::{hashes, snapshot};
-use quant_tests::models::{read_safetensors, safetensors, write_cut_demo_model};
+use quant_tests::models::{read_safetensors, safetensors, write_cut_demo_model, write_experts_model};
 use quant_tests::program::{Run, Running, Signal, command, command_that_hangs_up, program, quant};
 use quant_tests::refusal::{check_message, job_of, old_checkpoint};
 use tempfile::TempDir;
@@ -237,6 +237,35 @@ fn killed_midway() {
             assert!(!job_of(&out).exists());
         }
     }
+}
+
+/// A run that is killed inside a block keeps the experts that were written.
+#[test]
+fn killed_between_experts() {
+    const GPTQ: [&str; 6] = ["--method", "gptq", "--samples", "2", "--seq-len", "128"];
+    const EXPERTS: u64 = 24;
+    let scratch = tempfile::tempdir().unwrap();
+    let (model, whole, out) =
+        (scratch.path().join("model"), scratch.path().join("whole"), scratch.path().join("out"));
+    write_experts_model(&model, EXPERTS, 1);
+    quant(quantize(&model, &whole, &GPTQ)).succeeded();
+    let mut run = Running::start(command_that_hangs_up(quantize(&model, &out, &GPTQ)));
+    let written = |expert: u64| {
+        let text = std::fs::read_to_string(job_of(&out).join("journal.jsonl")).unwrap_or_default();
+        let down =
+            format!("\"tensor\":\"model.layers.0.block_sparse_moe.experts.{expert}.w2.weight_packed\"");
+        text.contains(&down)
+    };
+    if !run.wait_until(|| written(0)) {
+        panic!("ended before an expert was written: {}", run.wait());
+    }
+    run.signal(Signal::KILL);
+    assert_eq!(run.wait().code(), None);
+    assert!(!written(EXPERTS - 1), "the block was complete already");
+    let run = quant(quantize(&model, &out, &[&GPTQ[..], &["--resume"]].concat())).succeeded();
+    assert!(run.stderr.contains("note: resumed: "), "{run}");
+    assert_eq!(hashes(&out), hashes(&whole));
+    assert!(!job_of(&out).exists());
 }
 
 #[test]

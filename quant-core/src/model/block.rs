@@ -293,7 +293,7 @@ impl<'a> Run<'a> {
 
     /// Returns the nodes that are read to compute a node.
     fn inputs(&self, id: NodeId) -> &[NodeId] {
-        self.grouped(id).map_or(&self.block.graph.nodes()[id].inputs, |experts| experts.inputs())
+        self.grouped(id).map_or(self.block.graph.needed_by(id), |experts| experts.inputs())
     }
 
     fn evaluate(&mut self, known: &[(NodeId, Tensor)], targets: &[NodeId]) -> Result<Vec<Tensor>> {
@@ -458,6 +458,7 @@ impl<'a> Run<'a> {
             (Op::Gated(_) | Op::ClampedGated { .. }, [gate, _]) if gate.elem_count() == 0 => self.no_rows(id),
             (Op::ClampedGated { alpha, limit }, [gate, up]) => gates::clamped(*alpha, *limit, gate, up),
             (Op::TokenGate, [x, gate]) => gates::by_token(x, gate),
+            (Op::SelectKeys, [queries]) => Ok(queries.clone()),
             (Op::JoinHeads { heads, widths }, [a, b]) => join_heads([a, b], *heads, *widths),
             (Op::Rope(_), [x]) => {
                 let table = &self.block.ropes[&id];

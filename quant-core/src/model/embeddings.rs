@@ -93,25 +93,28 @@ impl Model {
         })
     }
 
-    /// Checks that the model has a position for every token of a window. Only learned positions are limited.
+    /// Checks that a window is not longer than the model supports: the number of learned positions, or of the keys that
+    /// an indexer selects.
     ///
     /// # Errors
-    /// [`Error::Usage`] with the number of positions.
+    /// [`Error::Usage`] with that number.
     pub fn check_positions(&self, window: usize) -> Result<()> {
         let a = self.architecture();
-        match a.learned_positions {
-            Some(_) if window > a.max_positions => Err(Error::usage(
-                format!(
-                    "windows of {window} tokens exceed the {} learned positions of the model",
-                    a.max_positions
-                ),
-                format!(
-                    "request at most {} tokens with ‹seq_len›, ‹window›, or ‹prefill› and ‹decode› together",
-                    a.max_positions
-                ),
-            )),
-            _ => Ok(()),
+        let limits = [
+            (a.learned_positions.as_ref().map(|_| a.max_positions), "learned positions of the model"),
+            (a.selected_keys, "keys that the model's indexer selects for each query, which is not supported"),
+        ];
+        for (limit, what) in limits {
+            if let Some(limit) = limit.filter(|limit| window > *limit) {
+                return Err(Error::usage(
+                    format!("windows of {window} tokens exceed the {limit} {what}"),
+                    format!(
+                        "request at most {limit} tokens with ‹seq_len›, ‹window›, or ‹prefill› and ‹decode› together"
+                    ),
+                ));
+            }
         }
+        Ok(())
     }
 
     /// Returns the rows that are added to the embeddings at positions `0..positions`, if the family has learned

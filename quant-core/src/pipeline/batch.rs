@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::conveyor::{Conveyor, SpanWork};
 use super::decision::Decision;
-use super::read_back::written_block;
+use super::read_back::{Written, finished_linears};
 use super::search::{Context, grids, norm_dtypes, search_rewrites};
 use super::source::{Hashes, ReadWeights};
 use super::states::{self, StateFiles, Streams};
@@ -207,8 +207,9 @@ impl Batch {
             let routed = routed_to_linears(block.graph(), &unrouted);
             let decision = Decision { rewrite, inputs, routed, cached };
             if let Some(which) = self.passes.rounding {
-                let run =
-                    self.rounding((job, &prefix), &block, grids, (&decision, &unrouted), which, advance)?;
+                let finished = finished_linears(&conveyors[i], span)?;
+                let known = (&decision, &unrouted, finished);
+                let run = self.rounding((job, &prefix), &block, grids, known, which, advance)?;
                 round(job, run, &mut conveyors[i], span, &decision, (&block, grids))?;
             }
             decisions.insert(i, decision);
@@ -297,7 +298,7 @@ impl Batch {
     ) -> Result<bool> {
         let job = conveyor.job();
         let written = match self.passes.follow_quantized() {
-            true => written_block(conveyor, span, block)?,
+            true => Written::new(conveyor, span)?.block(conveyor, block)?,
             false => None,
         };
         if self.passes.follow_quantized() && written.is_none() {
@@ -356,7 +357,7 @@ impl Batch {
         (job, prefix): (&'a Job<'_>, &'a str),
         block: &Block,
         grids: &'a BTreeMap<NodeId, LinearGrid>,
-        (decision, unrouted): (&'a Decision, &'a BTreeMap<NodeId, u64>),
+        (decision, unrouted, finished): (&'a Decision, &'a BTreeMap<NodeId, u64>, BTreeSet<NodeId>),
         which: States,
         advance: bool,
     ) -> Result<Box<dyn StagedRounding + 'a>> {
@@ -376,6 +377,7 @@ impl Batch {
             settings: &job.plan.settings,
             experts: job.plan.sampling.experts,
             unrouted,
+            finished,
             container: job.plan.container,
             cancel: job.cancel,
         };
@@ -408,7 +410,8 @@ fn saved_states(
     }
 }
 
-/// Rounds a block stage by stage. The conveyor takes each stage before the next one begins.
+/// Rounds a block stage by stage. The conveyor takes each stage before the next one begins. Stages that an interrupted
+/// run has finished are read back.
 ///
 /// # Errors
 /// [`Error::Usage`] when the rounding leaves out a linear of `grids`, or returns another or one of them twice.
@@ -431,7 +434,19 @@ fn round(
     };
     let mut left: BTreeSet<NodeId> = grids.keys().copied().collect();
     let hashes = Hashes::default();
-    while let Some(rounded) = timed(job.observer, step, || run.next_stage())? {
+    let mut written: Option<Written<'_>> = None;
+    loop {
+        if let Some(finished) = run.finished_stage() {
+            let written = match &mut written {
+                Some(written) => written,
+                none => none.insert(Written::new(conveyor, span)?),
+            };
+            let mut read = |node| written.linear(conveyor, node);
+            timed(job.observer, step, || run.skip_stage(&mut read))?;
+            left.retain(|node| !finished.contains(node));
+            continue;
+        }
+        let Some(rounded) = timed(job.observer, step, || run.next_stage())? else { break };
         if let Some(&node) = rounded.keys().find(|node| !left.remove(node)) {
             return Err(wrong("returned an unexpected result for", node));
         }

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
@@ -14,6 +15,11 @@ use super::tensor::{Finished, apply_rewrite, cache_scales, largest_magnitude};
 use crate::recipe::{Action, Plan, PlanEntry};
 use crate::round::{Rounded, StageRounded};
 use crate::{Error, Event, Result, TensorSink};
+
+/// The minimum time between two commits within a span.
+const COMMIT_EVERY: Duration = Duration::from_secs(1);
+/// The time for commits within spans is limited to `1 / SHARE_OF_RUN` of the run time.
+const SHARE_OF_RUN: u32 = 20;
 
 pub(super) struct SpanWork<'a> {
     pub(super) decision: &'a Decision,
@@ -39,7 +45,8 @@ impl<'a> SpanWork<'a> {
 /// Processes the entries of a plan, passes the results to the sink, and collects the report. Entries are processed span
 /// by span, except that linears may be processed earlier, as soon as they are rounded.
 ///
-/// The tensors of a span are committed when the last one is written.
+/// The tensors of a span are committed when the last one is written, and in between from time to time: the experts of a
+/// block can take an hour.
 pub(super) struct Conveyor<'a, 'j> {
     job: &'a Job<'j>,
     sink: &'a mut dyn TensorSink,
@@ -54,6 +61,8 @@ pub(super) struct Conveyor<'a, 'j> {
     prefetched: Option<(usize, Result<Source>)>,
     pending: Option<PendingWrite>,
     spare: Vec<u8>,
+    /// The time of the last commit, and how long it took.
+    committed: (Instant, Duration),
     /// The largest magnitudes of linears that share a scale.
     shared: BTreeMap<String, f32>,
 }
@@ -77,7 +86,20 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let spans = spans(job.plan, job.model.architecture().layers);
         let tensors = std::iter::repeat_with(|| None).take(job.plan.entries.len()).collect();
         let (prefetched, pending, spare, shared) = (None, None, Vec::new(), BTreeMap::new());
-        Ok(Self { job, sink, spans, is_shared, report, tensors, prefetched, pending, spare, shared })
+        let committed = (Instant::now(), Duration::ZERO);
+        Ok(Self {
+            job,
+            sink,
+            spans,
+            is_shared,
+            report,
+            tensors,
+            prefetched,
+            pending,
+            spare,
+            committed,
+            shared,
+        })
     }
 
     pub(super) fn job(&self) -> &'a Job<'j> {
@@ -94,7 +116,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.entries(span).iter().all(|entry| self.is_written(entry))
     }
 
-    fn is_written(&self, entry: &PlanEntry) -> bool {
+    pub(super) fn is_written(&self, entry: &PlanEntry) -> bool {
         stored_report(entry, self.sink).is_some()
             && entry.outputs.iter().all(|o| self.sink.is_complete(&o.name))
     }
@@ -142,7 +164,26 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
         self.pending = Some(PendingWrite { index, tensor, end: None });
+        let (last, cost) = self.committed;
+        match last.elapsed() >= COMMIT_EVERY.max(SHARE_OF_RUN * cost) {
+            true => self.commit(),
+            false => Ok(()),
+        }
+    }
+
+    fn commit(&mut self) -> Result<()> {
+        let started = Instant::now();
+        self.sink.commit()?;
+        self.committed = (Instant::now(), started.elapsed());
         Ok(())
+    }
+
+    /// Keeps what was written before the run was interrupted, as far as possible.
+    pub(super) fn keep(&mut self) {
+        let kept = self.drain().and_then(|()| self.commit());
+        if let Err(error) = kept {
+            tracing::warn!("the last results are lost: {error}");
+        }
     }
 
     fn tensor(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<Finished> {
@@ -221,7 +262,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             pending.end = Some(end);
             return Ok(());
         }
-        self.sink.commit()?;
+        self.commit()?;
         self.report_progress(Some(end));
         Ok(())
     }
@@ -243,7 +284,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         }
         self.sink.remember(&report.tensor, &json!(report))?;
         self.tensors[index] = Some(report);
-        if end.is_some() { self.sink.commit() } else { Ok(()) }
+        if end.is_some() { self.commit() } else { Ok(()) }
     }
 
     fn report_progress(&self, end: Option<SpanEnd>) {

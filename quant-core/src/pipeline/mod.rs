@@ -152,7 +152,7 @@ pub fn quantize_each_with(
         _ => blocks.clone().last(),
     };
     let mut saver = Saver::new(states, job.cancel)?;
-    for span in 0..layers + 2 {
+    let outcome = (0..layers + 2).try_for_each(|span| {
         let layer = span.checked_sub(1).filter(|l| *l < layers);
         let hashes = Hashes::default();
         let Some(batch) = &mut hidden else {
@@ -161,7 +161,7 @@ pub fn quantize_each_with(
             timed(job.observer, WRITE, || {
                 conveyors.iter_mut().try_for_each(|c| c.take(span, layer, &work, layers + 1))
             })?;
-            continue;
+            return Ok(());
         };
         // A search takes long, so earlier results are written first in case it is interrupted.
         timed(job.observer, WRITE, || conveyors.iter_mut().try_for_each(Conveyor::drain))?;
@@ -183,7 +183,13 @@ pub fn quantize_each_with(
                 let work = SpanWork::new(&decision, ReadWeights::of(block.as_ref(), !is_last, &hashes));
                 conveyor.take(span, layer, &work, span)
             })
-        })?;
+        })
+    });
+    if let Err(error) = outcome {
+        if matches!(error, Error::Interrupted) {
+            conveyors.iter_mut().for_each(Conveyor::keep);
+        }
+        return Err(error);
     }
     if let (Some(path), Some(batch)) = (&states.after, &hidden) {
         batch.save(job, blocks.end, path, &states.depends_on)?;

@@ -11,7 +11,7 @@
 mod gptq;
 mod nearest;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 use std::sync::Arc;
 
@@ -283,6 +283,9 @@ pub struct RoundingTask<'a> {
     pub experts: ExpertSampling,
     /// Experts that are calibrated on all tokens, and the number of tokens routed to each in the float model.
     pub unrouted: &'a BTreeMap<NodeId, u64>,
+    /// Linears that an interrupted run has rounded and written. A rounding may ignore them and round all linears again;
+    /// [`StagedRounding::finished_stage`] avoids this.
+    pub finished: BTreeSet<NodeId>,
     /// The format that the quantized linears are written in.
     pub container: &'static dyn Container,
     /// Checked between pieces of work.
@@ -404,6 +407,21 @@ pub trait StagedRounding {
     /// # Errors
     /// When the block fails, numbers are not finite, or the run is cancelled.
     fn next_stage(&mut self) -> Result<Option<StageRounded>>;
+
+    /// If all linears of the next stage are [finished](RoundingTask::finished), returns them. Then
+    /// [`skip_stage`](Self::skip_stage) is called instead of [`next_stage`](Self::next_stage). By default, no stage is
+    /// skipped.
+    fn finished_stage(&mut self) -> Option<Vec<NodeId>> {
+        None
+    }
+
+    /// Skips the next stage. `read` returns the weight of one of its linears, as the interrupted run has written it.
+    ///
+    /// # Errors
+    /// As [`next_stage`](Self::next_stage), and when a weight cannot be read.
+    fn skip_stage(&mut self, _read: &mut dyn FnMut(NodeId) -> Result<WeightBody>) -> Result<()> {
+        Err(Error::Internal("this rounding skips no stages".into()))
+    }
 
     /// Advances the states past the block, if that was requested and has not been done yet.
     ///

@@ -130,7 +130,7 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     };
     let shape = RaceShape {
         k: work.shape(group.consumers[0])[1],
-        outputs: group.consumers.iter().map(|&c| work.shape(c)[0]).sum(),
+        outputs: outputs_per_token(work, group),
         read: work.shape(group.inspected)[1],
         inspected: work.graph.width(group.inspected),
     };
@@ -150,6 +150,22 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
         Residence::Files { .. } => candidate / 4 * 3,
     };
     candidate.saturating_add(freed).saturating_add(round).saturating_add(piece.saturating_mul(values))
+}
+
+/// The number of values that the consumers compute for a token, on average if experts are among several consumers: an
+/// expert has values only for the tokens that are routed to it, and also copies of their inputs and its own output.
+fn outputs_per_token(work: &Workload<'_>, group: &FoldGroup) -> usize {
+    let apart = awq_by_expert::reads_experts_apart(work.graph, group);
+    let values = |&consumer: &NodeId| {
+        let [n, k] = work.shape(consumer);
+        match work.graph.expert_of(consumer).filter(|_| apart) {
+            Some(_) => {
+                work.graph.share_of_tokens(consumer) * (n + k + work.graph.width(group.inspected)) as f64
+            }
+            None => n as f64,
+        }
+    };
+    group.consumers.iter().map(values).sum::<f64>().ceil() as usize
 }
 
 /// The memory of the largest round of a race in which experts run one after the other.

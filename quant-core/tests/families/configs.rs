@@ -451,6 +451,33 @@ pub fn cases() -> Vec<Case> {
             has_pairs: false,
             not_rotated_for: Some(EXPERTS),
             ..Case::new(
+                "deepseek_v32",
+                "DeepseekV32ForCausalLM",
+                deepseek(
+                    json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "index_n_heads": 3, "index_head_dim": 16,
+                            "rope_scaling": { "type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+                                              "original_max_position_embeddings": 16 } }),
+                ),
+            )
+        },
+        Case {
+            producers: latent(true),
+            unlike_kernels: true,
+            has_pairs: false,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
+                "glm_moe_dsa",
+                "GlmMoeDsaForCausalLM",
+                deepseek(json!({ "q_lora_rank": 32, "mlp_layer_types": ["sparse", "sparse", "sparse"],
+                                 "indexer_types": ["full", "shared", "full"], "index_n_heads": 5, "index_head_dim": 12 })),
+            )
+        },
+        Case {
+            producers: latent(true),
+            unlike_kernels: true,
+            has_pairs: false,
+            not_rotated_for: Some(EXPERTS),
+            ..Case::new(
                 "mistral4",
                 "Mistral4ForCausalLM",
                 deepseek(

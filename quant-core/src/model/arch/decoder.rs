@@ -205,6 +205,7 @@ impl<'a> Decoder<'a> {
             vocab: config.require_positive("vocab_size")?,
             layers: self.layers,
             max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
+            selected_keys: None,
             smoothing: defaults.smoothing,
             learned_positions: None,
             embedding_norm: None,

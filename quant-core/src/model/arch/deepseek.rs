@@ -1,22 +1,29 @@
-//! DeepSeek-V2, V3 and models with V3's design: GLM-4.5 with standard attention, GLM-4.7-Flash with latent attention.
+//! DeepSeek-V2, V3 and models with V3's design: GLM-4.5 with standard attention, GLM-4.7-Flash with latent attention,
+//! DeepSeek-V3.2 and GLM-5 with an indexer.
 //!
 //! The first layers have an MLP. The other layers have routed experts and a shared one.
 
 use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing};
-use super::latent::Latent;
+use super::latent::{Indexer, Latent};
 use super::parts::{Attention, HeadNorms, Projections};
 use super::{Architecture, Correction, Family, Groups, RouterScores, Routing};
-use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
+use crate::{Error, Result};
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeepseekV2;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeepseekV3;
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DeepseekV32;
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GlmMoeDsa;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4Moe;
@@ -83,6 +90,36 @@ impl Family for DeepseekV3 {
         let experts = with_shared(config, by_sigmoid(&d, 2.5, [8, 4])?, 1)?;
         let dense = config.optional_usize("first_k_dense_replace")?.unwrap_or(3);
         latent(&d, experts, |layer| layer < dense, d.flag("rope_interleave", true)?)
+    }
+}
+
+impl Family for DeepseekV32 {
+    fn name(&self) -> &'static str {
+        "deepseek_v32"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["DeepseekV32ForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let d = decoder(config, self.name(), 1e-6)?;
+        indexed(&d, [8, 4], 64, &vec![true; d.layers])
+    }
+}
+
+impl Family for GlmMoeDsa {
+    fn name(&self) -> &'static str {
+        "glm_moe_dsa"
+    }
+
+    fn architectures(&self) -> &'static [&'static str] {
+        &["GlmMoeDsaForCausalLM"]
+    }
+
+    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
+        let d = decoder(config, self.name(), 1e-5)?;
+        indexed(&d, [1, 1], 32, &indexer_types(config, d.layers)?)
     }
 }
 
@@ -232,12 +269,84 @@ fn latent(
     interleaved: bool,
 ) -> Result<Architecture> {
     let (latent, _) = Latent::read(d.config)?;
+    architecture(d, &latent_attention(d, latent, interleaved)?, experts, is_dense)
+}
+
+fn latent_attention(d: &Decoder<'_>, latent: Latent, interleaved: bool) -> Result<Attention> {
     let layout = if interleaved { RopeLayout::Interleaved } else { RopeLayout::Halves };
     let rope =
         RopeRequest { layout, ..RopeRequest::new(latent.rotated(), d.defaults.theta) }.read(d.config)?;
     let mut attention = d.attention(Some(rope), [d.flag("attention_bias", false)?; 2]);
     attention.projections = Projections::Latent(latent);
-    architecture(d, &attention, experts, is_dense)
+    Ok(attention)
+}
+
+/// DeepSeek-V3's blocks with an indexer in some layers. `groups_by_default` and `heads` (of the indexer) are defaults.
+fn indexed(
+    d: &Decoder<'_>,
+    groups_by_default: [usize; 2],
+    heads: usize,
+    with_indexer: &[bool],
+) -> Result<Architecture> {
+    let config = d.config;
+    require(config, "scoring_func", "sigmoid")?;
+    require(config, "topk_method", "noaux_tc")?;
+    let experts = with_shared(config, by_sigmoid(d, 2.5, groups_by_default)?, 1)?;
+    let dense = match mlp_layer_types(config, d.layers)? {
+        Some(dense) => dense,
+        None => {
+            let first = config.optional_usize("first_k_dense_replace")?.unwrap_or(3);
+            (0..d.layers).map(|layer| layer < first).collect()
+        }
+    };
+    let size = |key: &str, default| Ok::<_, Error>(config.optional_positive(key)?.unwrap_or(default));
+    let indexer = Indexer { heads: size("index_n_heads", heads)?, head_dim: size("index_head_dim", 128)? };
+    let keys = size("index_topk", 2048)?;
+    let (latent, _) = Latent::read(config)?;
+    let plain = latent_attention(d, latent, true)?;
+    let projections = Projections::Latent(latent.indexed(config, indexer)?);
+    let indexed = Attention { projections, ..plain.clone() };
+    let block = |layer: usize| {
+        let attention = if with_indexer[layer] { &indexed } else { &plain };
+        d.block(attention.clone(), d.mlp(false))
+    };
+    let architecture =
+        with_further_blocks(d, d.with_experts(block, |layer| (!dense[layer]).then_some(experts))?)?;
+    let max_positions = architecture.max_positions.min(keys);
+    Ok(Architecture { selected_keys: Some(keys), max_positions, ..architecture })
+}
+
+/// Reads which layers have an indexer. The others use the keys that the previous indexer selected.
+fn indexer_types(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>> {
+    const TYPES: &str = "indexer_types";
+    const PATTERN: &str = "index_topk_pattern";
+    let (key, kinds) = match (config.optional_str_list(TYPES)?, config.optional_str(PATTERN)?) {
+        (Some(types), _) => (TYPES, types),
+        (None, Some(pattern)) => {
+            let kind = |letter: char| match letter {
+                'F' => "full",
+                'S' => "shared",
+                _ => "unknown",
+            };
+            (PATTERN, pattern.chars().map(kind).collect())
+        }
+        (None, None) => {
+            let step = config.optional_usize("index_topk_freq")?.unwrap_or(1).max(1);
+            let offset = config.optional_usize("index_skip_topk_offset")?.unwrap_or(2);
+            let full = |layer: usize| (layer + 1).saturating_sub(offset).is_multiple_of(step);
+            return Ok((0..layers).map(full).collect());
+        }
+    };
+    if kinds.len() != layers {
+        return Err(config.error(key, format!("has {} entries for {layers} blocks", kinds.len())));
+    }
+    if let Some(other) = kinds.iter().find(|kind| !["full", "shared"].contains(kind)) {
+        return Err(config.error(key, format!("contains an unknown entry, `{}`", other.escape_default())));
+    }
+    if kinds.first() == Some(&"shared") {
+        return Err(config.error(key, "begins with a block that shares the keys of an earlier one"));
+    }
+    Ok(kinds.iter().map(|kind| *kind == "full").collect())
 }
 
 pub(super) fn architecture(
@@ -247,7 +356,10 @@ pub(super) fn architecture(
     is_dense: impl Fn(usize) -> bool,
 ) -> Result<Architecture> {
     let block = d.block(attention.clone(), d.mlp(false));
-    let architecture = d.with_experts(|_| block.clone(), |layer| (!is_dense(layer)).then_some(experts))?;
+    with_further_blocks(d, d.with_experts(|_| block.clone(), |layer| (!is_dense(layer)).then_some(experts))?)
+}
+
+fn with_further_blocks(d: &Decoder<'_>, architecture: Architecture) -> Result<Architecture> {
     let further = d.config.optional_usize("num_nextn_predict_layers")?.unwrap_or(0);
     Ok(Architecture { further_blocks: further.min(MAX_LAYERS), ..architecture })
 }
@@ -342,6 +454,60 @@ mod tests {
         let expected = (0.1 * 0.7 * 40.0_f64.ln() + 1.0).powi(2);
         approx::assert_relative_eq!(scale(yarn(0.7, "yarn")), expected, max_relative = 1e-6);
         approx::assert_relative_eq!(scale(yarn(0.7, "default")), 1.0, max_relative = 1e-6);
+    }
+
+    #[test]
+    fn folds_contain_the_indexer() {
+        let indexed = json!({ "first_k_dense_replace": 0, "index_n_heads": 5, "index_head_dim": 16 });
+        let architecture = read("DeepseekV32ForCausalLM", &indexed).unwrap();
+        assert_eq!((architecture.selected_keys, architecture.max_positions), (Some(2048), 2048));
+        let graph = architecture.graph(2);
+        let folded = |producer: &str| {
+            let group = graph.fold_groups().into_iter().find(|g| graph.name(g.producer) == producer).unwrap();
+            let names = group.consumers.iter().map(|&c| graph.name(c).strip_prefix("self_attn.").unwrap());
+            (names.map(str::to_owned).collect::<Vec<_>>(), group.inspected)
+        };
+        let (names, inspected) = folded("input_layernorm");
+        assert_eq!(names, ["q_a_proj", "indexer.wk", "indexer.weights_proj", "kv_a_proj_with_mqa"]);
+        assert_eq!(inspected, node(graph, "self_attn.o_proj"));
+        let (names, inspected) = folded("self_attn.q_a_layernorm");
+        assert_eq!(names, ["q_b_proj", "indexer.wq_b"]);
+        // The queries, which depend on nothing but this norm.
+        assert_eq!((graph.width(inspected), graph.needed_by(inspected).len()), (80, 1));
+        for name in ["wq_b", "wk", "weights_proj"] {
+            let node = node(graph, &format!("self_attn.indexer.{name}"));
+            assert!(!graph.nodes()[node].op.is_quantizable(), "{name}");
+        }
+    }
+
+    #[test]
+    fn layers_of_glm_5_share_indexers() {
+        let with_indexer = |changes: Value| -> Result<Vec<bool>> {
+            let architecture = read("GlmMoeDsaForCausalLM", &changes)?;
+            let has =
+                |layer| architecture.graph(layer).linears().any(|(_, name, ..)| name.contains("indexer"));
+            Ok((0..architecture.layers).map(has).collect())
+        };
+        for (changes, expected) in [
+            (json!({}), vec![true; 3]),
+            (json!({ "index_topk_freq": 2 }), vec![true, true, false]),
+            (json!({ "index_topk_freq": 2, "index_skip_topk_offset": 1 }), vec![true, false, true]),
+            (json!({ "index_topk_pattern": "FSF" }), vec![true, false, true]),
+            (json!({ "indexer_types": ["full", "shared", "shared"] }), vec![true, false, false]),
+        ] {
+            assert_eq!(with_indexer(changes.clone()).unwrap(), expected, "{changes}");
+        }
+        for (changes, expected) in [
+            (json!({ "indexer_types": ["shared", "full", "full"] }), "indexer_types"),
+            (json!({ "indexer_types": ["full", "other", "full"] }), "unknown entry, `other`"),
+            (json!({ "indexer_types": ["full"] }), "1 entries for 3 blocks"),
+            (json!({ "index_topk_pattern": "FX-" }), "index_topk_pattern"),
+            (json!({ "index_topk": 0 }), "index_topk"),
+            (json!({ "q_lora_rank": null }), "q_lora_rank"),
+        ] {
+            let message = with_indexer(changes.clone()).unwrap_err().to_string();
+            assert!(message.contains(expected), "{changes}: {message}");
+        }
     }
 
     #[test]

@@ -152,6 +152,12 @@ impl BlockGraph {
         &self.nodes
     }
 
+    /// Returns the nodes whose values are needed to compute a node from its inputs.
+    pub fn needed_by(&self, id: NodeId) -> &[NodeId] {
+        let Node { op, inputs } = &self.nodes[id];
+        &inputs[..op.needed_inputs().unwrap_or(inputs.len()).min(inputs.len())]
+    }
+
     /// Returns the node that is the block's input.
     pub fn input(&self) -> NodeId {
         self.nodes.iter().position(|n| matches!(n.op, Op::Input { .. })).unwrap_or(0)
@@ -220,7 +226,7 @@ impl BlockGraph {
         needed[self.output()] = true;
         for id in (0..self.nodes.len()).rev().filter(|id| *id != mixing) {
             if needed[id] {
-                self.nodes[id].inputs.iter().for_each(|&input| needed[input] = true);
+                self.needed_by(id).iter().for_each(|&input| needed[input] = true);
             }
         }
         let alone = |id: NodeId| id == mixing || !needed[id] || self.nodes[id].op.reach() == Reach::Token;
@@ -465,7 +471,7 @@ impl BlockGraph {
                 if self.nodes[node].inputs.is_empty() {
                     return false;
                 }
-                self.nodes[node].inputs.iter().for_each(|&input| needed[input] = true);
+                self.needed_by(node).iter().for_each(|&input| needed[input] = true);
             }
         }
         true

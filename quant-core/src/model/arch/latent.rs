@@ -2,9 +2,11 @@
 //! queries optionally from another, and only part of each head is rotated. All heads share the rotated part of the key.
 //!
 //! Keys and values are expanded to one per head and cached in that form. Engines cache the latent vectors instead.
+//!
+//! In DeepSeek-V3.2, an indexer with projections of its own selects the keys that each query attends to.
 
 use super::parts::linear;
-use super::{AttentionShape, GraphBuilder, NodeId, Op};
+use super::{AttentionShape, GraphBuilder, LayerNormParameters, NodeId, Op};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{Rope, Yarn};
@@ -23,6 +25,40 @@ pub(super) struct Latent {
     plain: usize,
     /// Rotated features of a head, after the others.
     rotated: usize,
+    indexer: Option<Indexer>,
+}
+
+/// The projections of an indexer: queries from the latent vector of the queries, one key and the weights of the heads
+/// from the hidden states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Indexer {
+    pub(super) heads: usize,
+    pub(super) head_dim: usize,
+}
+
+impl Indexer {
+    /// Adds the indexer, which selects keys for the queries `q`. It stays float: rounding would change which keys are
+    /// selected.
+    fn add(self, g: &mut GraphBuilder, [q, x, latent]: [NodeId; 3], [hidden, rank]: [usize; 2]) -> NodeId {
+        let Self { heads, head_dim } = self;
+        let linear = |name: &str, shape| Op::Linear {
+            name: format!("self_attn.indexer.{name}"),
+            shape,
+            bias: false,
+            stays_float: true,
+        };
+        let queries = g.add(linear("wq_b", [heads * head_dim, rank]), &[latent]);
+        let key = g.add(linear("wk", [head_dim, hidden]), &[x]);
+        let norm = Op::LayerNorm {
+            name: "self_attn.indexer.k_norm".into(),
+            width: head_dim,
+            parameters: LayerNormParameters::WeightAndBias,
+            eps: EPS,
+        };
+        let key = g.add(norm, &[key]);
+        let weights = g.add(linear("weights_proj", [heads, hidden]), &[x]);
+        g.add(Op::SelectKeys, &[q, queries, key, weights])
+    }
 }
 
 impl Latent {
@@ -39,6 +75,7 @@ impl Latent {
             rank: size("kv_lora_rank")?,
             plain: size("qk_nope_head_dim")?,
             rotated: size("qk_rope_head_dim")?,
+            indexer: None,
         };
         let heads = size("num_attention_heads")?;
         if let Some(other) = config.optional_positive(KV_HEADS)?.filter(|other| *other != heads) {
@@ -56,6 +93,18 @@ impl Latent {
         Ok((latent, shape))
     }
 
+    /// The same with an indexer.
+    ///
+    /// # Errors
+    /// When the queries have no latent vector, which an indexer reads.
+    pub(super) fn indexed(self, config: &ConfigFields<'_>, indexer: Indexer) -> Result<Self> {
+        match self.query_rank {
+            Some(_) => Ok(Self { indexer: Some(indexer), ..self }),
+            None => Err(config
+                .error("q_lora_rank", "is null, but the indexer reads the latent vector of the queries")),
+        }
+    }
+
     pub(super) fn rotated(&self) -> usize {
         self.rotated
     }
@@ -69,7 +118,7 @@ impl Latent {
         hidden: usize,
         (shape, rope, bias): (AttentionShape, &Rope, bool),
     ) -> [NodeId; 3] {
-        let Self { query_rank, rank, plain, rotated } = self;
+        let Self { query_rank, rank, plain, rotated, indexer } = self;
         let (heads, head_dim) = (shape.heads(), shape.head_dim);
         let norm = |name: &str, width| Op::RmsNorm {
             name: format!("self_attn.{name}"),
@@ -78,18 +127,23 @@ impl Latent {
             zero_centered: false,
         };
         let linear = |name: &str, shape, bias| linear(&format!("self_attn.{name}"), shape, bias);
+        let mut indexed = None;
         let q = match query_rank {
             None => g.add(linear("q_proj", [heads * head_dim, hidden], false), &[x]),
             Some(rank) => {
                 let latent = g.add(linear("q_a_proj", [rank, hidden], bias), &[x]);
                 let latent = g.add(norm("q_a_layernorm", rank), &[latent]);
+                indexed = indexer.map(|indexer| (indexer, latent, rank));
                 g.add(linear("q_b_proj", [heads * head_dim, rank], false), &[latent])
             }
         };
         let widths = [plain, rotated];
         let [q_plain, q_rotated] = split(g, q, widths);
         let q_rotated = g.add(Op::Rope(rope.clone()), &[q_rotated]);
-        let q = g.add(Op::JoinHeads { heads, widths }, &[q_plain, q_rotated]);
+        let mut q = g.add(Op::JoinHeads { heads, widths }, &[q_plain, q_rotated]);
+        if let Some((indexer, latent, rank)) = indexed {
+            q = indexer.add(g, [q, x, latent], [hidden, rank]);
+        }
 
         let both = g.add(linear("kv_a_proj_with_mqa", [rank + rotated, hidden], bias), &[x]);
         let [latent, k_rotated] = split(g, both, [rank, rotated]);

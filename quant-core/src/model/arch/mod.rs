@@ -79,6 +79,8 @@ pub struct Architecture {
     pub layers: usize,
     /// Maximum number of positions.
     pub max_positions: usize,
+    /// The number of keys that an indexer selects for each query, if the family has one. Longer windows are rejected.
+    pub selected_keys: Option<usize>,
     /// SmoothQuant's default exponent α for the family; for sources, see `docs/smoothquant.md`.
     pub smoothing: f32,
     /// The learned position embeddings, if the family has them.
@@ -400,6 +402,8 @@ pub static FAMILIES: &[&dyn Family] = &[
     &deepseek::Glm4MoeLite,
     &deepseek::DeepseekV2,
     &deepseek::DeepseekV3,
+    &deepseek::DeepseekV32,
+    &deepseek::GlmMoeDsa,
     &mistral4::Mistral4,
     &llama4::Llama4,
     &phimoe::PhiMoe,

@@ -78,6 +78,7 @@ impl Family for Opt {
             vocab: config.require_positive("vocab_size")?,
             layers,
             max_positions: config.optional_positive("max_position_embeddings")?.unwrap_or(2048),
+            selected_keys: None,
             smoothing: 0.5,
             learned_positions: Some(LearnedPositions {
                 table: "model.decoder.embed_positions.weight".into(),

@@ -27,8 +27,8 @@ fn dense(architecture: &str, more: &Value) -> Value {
 #[test]
 fn names_and_fields_find_the_nearest_family() {
     let deepseek = json!({
-        "model_type": "deepseek_v32", "n_routed_experts": 256, "n_shared_experts": 1, "kv_lora_rank": 512,
-        "topk_method": "noaux_tc", "index_topk": 2048, "quantization_config": { "quant_method": "fp8" },
+        "model_type": "deepseek_v321", "n_routed_experts": 256, "n_shared_experts": 1, "kv_lora_rank": 512,
+        "topk_method": "noaux_tc", "index_topk": 2048, "hc_mult": 4, "quantization_config": { "quant_method": "fp8" },
     });
     let next = json!({
         "model_type": "qwen3_other", "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
@@ -42,9 +42,9 @@ fn names_and_fields_find_the_nearest_family() {
     });
     for (config, near, expected) in [
         (
-            dense("DeepseekV32ForCausalLM", &deepseek),
-            "DeepseekV3ForCausalLM",
-            &["`index_topk` is 2048", "indexer"][..],
+            dense("DeepseekV321ForCausalLM", &deepseek),
+            "DeepseekV32ForCausalLM",
+            &["no supported family has `hc_mult`"][..],
         ),
         (dense("Qwen3OtherForCausalLM", &next), "Qwen3NextForCausalLM", &["`index_topk` is 64"]),
         (

@@ -3,8 +3,12 @@
 //! Linears that read the same value form a *stage* and share a Hessian. On inputs of the quantized model, the stages
 //! run one after another, and each sees the outputs of the previous stages as the quantized model computes them. On
 //! inputs of the float model, all Hessians are gathered in one pass.
+//!
+//! A resumed run needs no Hessians for stages that are finished. On inputs of the quantized model, it only runs their
+//! linears, with the weights that were written.
 
 use std::collections::{BTreeMap, btree_map};
+use std::iter::Peekable;
 use std::sync::Arc;
 
 use serde_json::json;
@@ -24,7 +28,7 @@ pub(super) struct GptqRun<'a> {
     settings: GptqSettings,
     states: &'a mut HiddenStates,
     /// The remaining stages: the value that is read, and the linears that read it.
-    stages: btree_map::IntoIter<NodeId, Vec<NodeId>>,
+    stages: Peekable<btree_map::IntoIter<NodeId, Vec<NodeId>>>,
     inputs: StageInputs,
     /// The block before rounding, whose linears replace rounded ones that are no longer needed.
     before: Block,
@@ -34,7 +38,7 @@ enum StageInputs {
     /// Computed stage by stage from the states, which are the values of node `from` in the block as rounded so far. If
     /// `advance` is set, the states are moved past the block at the end.
     Rounded { from: NodeId, experts: Option<Box<ExpertStates>>, advance: bool },
-    /// Gathered in one pass through the unrounded block, in the order of the stages.
+    /// Gathered in one pass through the unrounded block, in the order of the stages, except those that are finished.
     Gathered(std::vec::IntoIter<Hessian>),
 }
 
@@ -56,44 +60,62 @@ impl<'a> GptqRun<'a> {
             States::Copy => StageInputs::Gathered(task.gather(&stages, states, false)?.into_iter()),
         };
         let (before, settings) = (task.block.clone(), settings(task.settings));
-        Ok(Self { task, settings, states, stages: stages.into_iter(), inputs, before })
+        Ok(Self { task, settings, states, stages: stages.into_iter().peekable(), inputs, before })
+    }
+}
+
+impl GptqRun<'_> {
+    /// Moves the states as close as possible to the value that a stage reads, and starts the experts if it is inside
+    /// one. Returns the node that selects the rows of that expert, if experts run one at a time.
+    fn approach(&mut self, value: NodeId) -> Result<Option<NodeId>> {
+        let Self { task, states, inputs, before, .. } = self;
+        let StageInputs::Rounded { from, experts, advance } = inputs else { return Ok(None) };
+        let graph = task.block.graph().clone();
+        if let Some(cut) = (*from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
+            states.advance_between(&task.block, [*from, cut], task.cancel)?;
+            *from = cut;
+            task.release(before, |node| node <= cut);
+        }
+        // Experts run one at a time only if tokens are independent of each other from here to the end of the block.
+        let selects = graph.rows_selected_by(value).filter(|_| !graph.mixes_tokens(*from, graph.output()));
+        if let (Some(selects), None) = (selects, &experts) {
+            let started = ExpertStates::new(states, &task.block, *from, selects, task.cancel)?;
+            *experts = Some(Box::new(started));
+        }
+        let (Some(selects), Some(experts)) = (selects, experts) else { return Ok(None) };
+        if !experts.have(&graph, selects) {
+            return Ok(None);
+        }
+        task.pass_experts((experts, states), Some(selects), *advance, before)?;
+        Ok(Some(selects))
+    }
+
+    /// Replaces a linear in the block, if later stages see its outputs.
+    fn replace(&mut self, node: NodeId, weight: Arc<WeightBody>) {
+        if let StageInputs::Rounded { .. } = self.inputs {
+            let bias = self.task.block.linear(node).bias().cloned();
+            self.task.block.replace_linear(node, Linear::new(weight, bias));
+        }
     }
 }
 
 impl StagedRounding for GptqRun<'_> {
     fn next_stage(&mut self) -> Result<Option<StageRounded>> {
         let Some((value, linears)) = self.stages.next() else { return Ok(None) };
-        let task = &mut self.task;
+        let selects = self.approach(value)?;
+        let task = &self.task;
         let mut routed = None;
         let mut hessian = match &mut self.inputs {
-            StageInputs::Rounded { from, experts, advance } => {
-                let graph = task.block.graph().clone();
-                if let Some(cut) = (*from + 1..=value).rev().find(|&c| graph.is_cut(c)) {
-                    self.states.advance_between(&task.block, [*from, cut], task.cancel)?;
-                    *from = cut;
-                    task.release(&self.before, |node| node <= cut);
-                }
+            StageInputs::Rounded { from, experts, .. } => {
                 let mut hessian = task.hessian(&linears)?;
-                // Experts run one at a time only if tokens are independent of each other from here to the end of the
-                // block.
-                let selects =
-                    graph.rows_selected_by(value).filter(|_| !graph.mixes_tokens(*from, graph.output()));
-                if let (Some(selects), None) = (selects, &experts) {
-                    *experts = Some(Box::new(ExpertStates::new(
-                        self.states,
-                        &task.block,
-                        *from,
-                        selects,
-                        task.cancel,
-                    )?));
-                }
                 match (selects, experts) {
-                    (Some(selects), Some(experts)) if experts.have(&graph, selects) => {
-                        task.pass_experts((experts, self.states), Some(selects), *advance, &self.before)?;
+                    (Some(selects), Some(experts)) => {
                         let (nodes, how) = ([selects, value], (task.experts, task.cancel));
                         routed = experts.gather(self.states, &task.block, nodes, how, &mut hessian)?;
                     }
-                    _ if !task.experts.is_routed() && graph.rows_selected_by(value).is_some() => {
+                    _ if !task.experts.is_routed()
+                        && task.block.graph().rows_selected_by(value).is_some() =>
+                    {
                         return Err(Error::Internal(
                             "experts come before an operation that mixes tokens".into(),
                         ));
@@ -114,13 +136,28 @@ impl StagedRounding for GptqRun<'_> {
         hessian.finish();
         let mut rounded = task.solve_stage(hessian, &linears, self.settings)?;
         rounded.values_mut().for_each(|rounded| rounded.routed = routed);
-        if let StageInputs::Rounded { .. } = self.inputs {
-            for (&node, rounded) in &rounded {
-                let bias = task.block.linear(node).bias().cloned();
-                task.block.replace_linear(node, Linear::new(rounded.weight.clone(), bias));
-            }
+        for (&node, rounded) in &rounded {
+            self.replace(node, rounded.weight.clone());
         }
         Ok(Some(rounded))
+    }
+
+    fn finished_stage(&mut self) -> Option<Vec<NodeId>> {
+        let (_, linears) = self.stages.peek()?;
+        self.task.is_finished(linears).then(|| linears.clone())
+    }
+
+    fn skip_stage(&mut self, read: &mut dyn FnMut(NodeId) -> Result<WeightBody>) -> Result<()> {
+        let Some((value, linears)) = self.stages.next() else {
+            return Err(Error::Internal("no stage is left to be skipped".into()));
+        };
+        if let StageInputs::Rounded { .. } = self.inputs {
+            self.approach(value)?;
+            for node in linears {
+                self.replace(node, Arc::new(read(node)?));
+            }
+        }
+        Ok(())
     }
 
     fn finish(self: Box<Self>) -> Result<()> {
@@ -164,17 +201,24 @@ impl RoundingTask<'_> {
         }
     }
 
+    /// Whether an interrupted run has rounded all linears of a stage.
+    fn is_finished(&self, linears: &[NodeId]) -> bool {
+        linears.iter().all(|node| self.finished.contains(node))
+    }
+
     fn gather(
         &self,
         stages: &BTreeMap<NodeId, Vec<NodeId>>,
         states: &mut HiddenStates,
         advance: bool,
     ) -> Result<Vec<Hessian>> {
+        let stages: BTreeMap<_, _> =
+            stages.iter().filter(|(_, linears)| !self.is_finished(linears)).collect();
         let mut hessians: Vec<_> =
             stages.values().map(|linears| self.hessian(linears)).collect::<Result<_>>()?;
         let watched = watched(&self.block, self.unrouted);
         let mut pass = StatisticsPass::new(&watched, states.layout(), self.cancel);
-        for (value, hessian) in stages.keys().zip(&mut hessians) {
+        for (value, hessian) in stages.into_keys().zip(&mut hessians) {
             pass.gather(*value, hessian)?;
         }
         // If some experts run on all tokens here, the states are advanced separately through the original block, so

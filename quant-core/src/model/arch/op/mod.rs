@@ -124,6 +124,10 @@ pub enum Op {
         /// Features per head of the two inputs.
         widths: [usize; 2],
     },
+    /// The first input, unchanged. The others are the queries, keys and head weights of an indexer, which selects the
+    /// keys that each query attends to (DeepSeek-V3.2). Windows are limited to as many tokens as it selects, so that
+    /// every key is selected. So the other inputs are never computed; they only take part in folds.
+    SelectKeys,
     /// The elementwise product of its two inputs.
     Multiply,
     /// The input times a constant.
@@ -175,6 +179,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }
@@ -229,6 +234,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }
@@ -302,6 +308,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }
@@ -335,10 +342,16 @@ impl Op {
             Self::Normalize { .. }
             | Self::PositionScale(_)
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Multiply
             | Self::ScaleBy { .. }
             | Self::Concatenate => Computes::Other,
         }
+    }
+
+    /// Returns how many of the operation's inputs, counted from the first, are needed to compute it; `None` for all.
+    pub fn needed_inputs(&self) -> Option<usize> {
+        matches!(self, Self::SelectKeys).then_some(1)
     }
 
     /// Returns the routing, if the operation routes tokens to experts.
@@ -378,6 +391,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }

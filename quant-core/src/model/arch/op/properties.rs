@@ -22,6 +22,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }
@@ -53,6 +54,7 @@ impl Op {
             | Self::Gated(_)
             | Self::ClampedGated { .. }
             | Self::TokenGate
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Scale(_)
             | Self::Normalize { .. }
@@ -78,6 +80,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }
@@ -112,6 +115,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Slice { .. }
             | Self::Normalize { .. }
             | Self::Concatenate
@@ -154,6 +158,7 @@ impl Op {
             | Self::Recurrent(_)
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::ScaleBy { .. }
             | Self::Add => ChannelOrder::Fixed,
         }
@@ -180,6 +185,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }
@@ -202,6 +208,7 @@ impl Op {
             | Self::Normalize { .. }
             | Self::Slice { .. }
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::RmsNorm { .. }
             | Self::LayerNorm { .. } => true,
             Self::Input { .. }
@@ -239,6 +246,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }
@@ -273,6 +281,7 @@ impl Op {
             | Self::ClampedGated { .. }
             | Self::TokenGate
             | Self::JoinHeads { .. }
+            | Self::SelectKeys
             | Self::Activation(_)
             | Self::Slice { .. }
             | Self::Normalize { .. }
