@@ -91,7 +91,7 @@ impl QuantizedType for PackedType {
             let ([rows, columns], left, out) = (self.shape(), lhs.len(), dst.len());
             bail!("product {m}x{k}x{n} of {left} into {out} values does not fit a weight of {rows}x{columns}")
         }
-        self.linear.multiply(&*self.arranged(lhs), dst).map_err(Error::wrap)
+        self.linear.multiply::<f32>(&self.arranged(lhs), dst).map_err(Error::wrap)
     }
 
     fn matmul_t_f16(&self, mkn: (usize, usize, usize), lhs: &[f16], dst: &mut [f16]) -> Result<()> {
