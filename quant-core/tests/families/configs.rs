@@ -453,11 +453,10 @@ pub fn cases() -> Vec<Case> {
             ..Case::new(
                 "deepseek_v32",
                 "DeepseekV32ForCausalLM",
-                deepseek(
-                    json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "index_n_heads": 3, "index_head_dim": 16,
+                deepseek(json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "attention_bias": true,
+                            "index_n_heads": 3, "index_head_dim": 16,
                             "rope_scaling": { "type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
-                                              "original_max_position_embeddings": 16 } }),
-                ),
+                                              "original_max_position_embeddings": 16 } })),
             )
         },
         Case {
