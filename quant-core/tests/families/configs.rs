@@ -450,6 +450,8 @@ pub fn cases() -> Vec<Case> {
             unlike_kernels: true,
             has_pairs: false,
             not_rotated_for: Some(EXPERTS),
+            // Of these random weights, rounded activations change the choice of experts more often: 0.31 was measured.
+            rounding: 0.7,
             ..Case::new(
                 "deepseek_v32",
                 "DeepseekV32ForCausalLM",
