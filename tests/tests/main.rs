@@ -9,6 +9,7 @@ mod book;
 mod chat;
 mod containers;
 mod end_to_end;
+mod eval_shards;
 mod evaluation;
 mod faults;
 mod float_sources;
