@@ -31,14 +31,12 @@ FILE_BYTES = 4 << 30
 
 
 def make(directory: Path, shape: dict) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     head = shape["hidden_size"] // shape["num_attention_heads"]
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": VOCAB,
         "num_key_value_heads": KV_HEADS, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
         "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 128000, "eos_token_id": 128001, **shape,
     }
-    (directory / "config.json").write_text(json.dumps(config))
     hidden, inner, kv = shape["hidden_size"], shape["intermediate_size"], KV_HEADS * head
     tensors = {"model.embed_tokens.weight": [VOCAB, hidden], "lm_head.weight": [VOCAB, hidden], "model.norm.weight": [hidden]}
     for layer in range(shape["num_hidden_layers"]):
@@ -48,6 +46,13 @@ def make(directory: Path, shape: dict) -> None:
             "mlp.down_proj": [hidden, inner], "input_layernorm": [hidden], "post_attention_layernorm": [hidden],
         }.items():
             tensors[f"model.layers.{layer}.{name}.weight"] = size
+    write_sparse(directory, config, tensors)
+
+
+def write_sparse(directory: Path, config: dict, tensors: dict[str, list[int]]) -> None:
+    """Writes a checkpoint whose files contain only headers; ``tensors`` has the shapes by name."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
     files, size = [{}], 0
     for name, of in tensors.items():
         count = 2

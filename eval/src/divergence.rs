@@ -1,5 +1,7 @@
 //! Compares a model with its reference, position by position. Text that is difficult for both cancels out.
 
+use std::ops::Range;
+
 #[cfg(feature = "decoders")]
 use quant_core::model::Decoder;
 use quant_formats::{CancelToken, Error, Observer, Result};
@@ -187,18 +189,30 @@ pub fn compare<'a>(
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<(Scores, Divergence)> {
-    let positions = reference.with(&[model.into()], text.windows.len())?.run(
-        &text.windows,
+    let all = 0..text.windows.len();
+    let positions = measure_positions(reference, model.into(), text, all, journal, (observer, cancel))?;
+    summarize(text, &positions, reference.floor(&positions))
+}
+
+pub(crate) fn measure_positions<'a>(
+    reference: Reference<'a>,
+    model: Scored<'a>,
+    text: &EvaluationText,
+    windows: Range<usize>,
+    journal: &mut Journal<Position>,
+    progress: (&dyn Observer, &CancelToken),
+) -> Result<Vec<Vec<Position>>> {
+    reference.with(&[model], text.windows.len())?.run(
+        (&text.windows, windows),
         journal.take(),
-        (observer, cancel),
+        progress,
         |models, noise| Position::new(&models[0], &models[1], noise),
         |windows| {
             require_finite(windows.iter().flatten().flat_map(Position::numbers))?;
             journal.keep(windows)
         },
         &mut dropped,
-    )?;
-    summarize(text, &positions, reference.floor(&positions))
+    )
 }
 
 /// Compares several models with one reference, which runs only once.
@@ -213,7 +227,7 @@ pub fn compare_all<'a>(
     cancel: &CancelToken,
 ) -> Result<Vec<(Scores, Divergence)>> {
     let all = reference.with(models, text.windows.len())?.run(
-        &text.windows,
+        (&text.windows, 0..text.windows.len()),
         Vec::new(),
         (observer, cancel),
         |models, noise| -> Vec<Position> {
@@ -248,7 +262,7 @@ impl NoiseFloor {
     }
 }
 
-fn summarize(
+pub(crate) fn summarize(
     text: &EvaluationText,
     positions: &[Vec<Position>],
     noise_floor: Option<NoiseFloor>,

@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
 use quant_formats::digest::sha256_hex;
-use quant_formats::{Error, Result};
+use quant_formats::{Error, Result, system};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -51,7 +51,7 @@ impl<T: Measured> Journal<T> {
     /// [`Error::Usage`] when the file is damaged, not a journal, or the journal of a different evaluation;
     /// [`Error::Locked`] when another process uses it; [`Error::Io`] when it cannot be read or written.
     pub fn open(path: &Path, identity: &Value, windows: &[usize]) -> Result<Self> {
-        let head = serde_json::json!({ "schema": SCHEMA, "identity": identity });
+        let head = head(identity);
         let fault = |e| Error::io("write", path, e);
         // Opening a pipe would block, and a device would discard the data.
         if std::fs::metadata(path).is_ok_and(|m| !m.is_file()) {
@@ -72,7 +72,13 @@ impl<T: Measured> Journal<T> {
         // Remove an incomplete line or batch of an interrupted run.
         file.set_len(end).map_err(fault)?;
         if end == 0 {
-            file.write_all(format!("{head}\n").as_bytes()).map_err(fault)?;
+            let written = file.write_all(format!("{head}\n").as_bytes()).and_then(|()| file.sync_all());
+            if let Err(error) = written {
+                // Half a line would be refused as a file of a different kind.
+                let _ = file.set_len(0);
+                return Err(fault(error));
+            }
+            sync_parent(path)?;
         }
         Ok(Self { written: known.len(), known, file: Some((file, path.to_owned())) })
     }
@@ -87,7 +93,7 @@ impl<T: Measured> Journal<T> {
         self.known.len()
     }
 
-    /// Appends the results of a batch of windows.
+    /// Appends the results of a batch of windows, and syncs them, so that a power loss takes at most the last batch.
     pub(crate) fn keep(&mut self, windows: &[Vec<T>]) -> Result<()> {
         let Some((file, path)) = &mut self.file else { return Ok(()) };
         let mut lines = String::new();
@@ -97,13 +103,40 @@ impl<T: Measured> Journal<T> {
             lines.push_str(&format!("{} {line}\n", checksum(self.written, &line)));
             self.written += 1;
         }
-        file.write_all(lines.as_bytes()).map_err(|e| Error::io("write", path.as_path(), e))
+        let written = file.write_all(lines.as_bytes()).and_then(|()| file.sync_data());
+        written.map_err(|e| Error::io("write", path.as_path(), e))
     }
 
     /// Returns the path of the file, which the caller removes once the results are stored elsewhere.
     pub fn finish(self) -> Option<PathBuf> {
         self.file.map(|(_, path)| path)
     }
+}
+
+fn head(identity: &Value) -> Value {
+    serde_json::json!({ "schema": SCHEMA, "identity": identity })
+}
+
+/// Reads a journal that is not changed; `None` if it does not exist, or windows are missing.
+pub(crate) fn read_whole<T: Measured>(
+    path: &Path,
+    identity: &Value,
+    windows: &[usize],
+) -> Result<Option<Vec<Vec<T>>>> {
+    match std::fs::metadata(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Ok(metadata) if !metadata.is_file() => return Err(other(path, "not a regular file")),
+        _ => {}
+    }
+    let file = File::open(path).map_err(|e| Error::io("read", path, e))?;
+    let (known, _) = read(path, &file, &head(identity), windows)?;
+    Ok((known.len() == windows.len()).then_some(known))
+}
+
+/// Makes the name of a file durable.
+pub(crate) fn sync_parent(path: &Path) -> Result<()> {
+    let directory = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    system::sync_directory(directory).map_err(|e| Error::io("sync", directory, e))
 }
 
 /// Returns the checksum that begins a line. It covers the window's index, so that missing and duplicated lines are
@@ -139,7 +172,8 @@ fn read<T: Measured>(
         let mut piece = std::io::Read::take(&mut reader, MAX_LINE_BYTES);
         let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
         if line.last() != Some(&b'\n') {
-            if at == 0 && read > 0 {
+            // After a power loss, the contents of a new file may be zeros.
+            if at == 0 && line.iter().any(|byte| *byte != 0) {
                 return Err(other("not an evaluation journal"));
             }
             break;
@@ -229,8 +263,13 @@ mod tests {
             assert!(matches!(open(&identity), Err(Error::Usage { .. })), "{broken}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), broken);
         }
-        std::fs::write(&path, "").unwrap();
-        assert_eq!(open(&identity).unwrap().windows(), 0);
+        for lost in ["", "\0\0\0"] {
+            std::fs::write(&path, lost).unwrap();
+            assert_eq!(open(&identity).unwrap().windows(), 0);
+        }
+        let zeros = [&text, "\0\0\0\0"].concat();
+        std::fs::write(&path, zeros).unwrap();
+        assert_eq!(open(&identity).unwrap().take(), batch);
         std::fs::remove_dir_all(&dir).unwrap();
     }
 }

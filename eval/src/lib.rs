@@ -31,6 +31,7 @@ mod profile;
 pub mod report;
 mod result;
 mod score;
+mod shards;
 pub mod statistics;
 #[cfg(feature = "decoders")]
 mod stored;
@@ -58,6 +59,10 @@ pub use perplexity::{Scores, perplexity};
 pub use position::Position;
 pub use profile::{Profile, ProfileRequest};
 pub use result::{Evaluation, ModelIdentity, SCHEMA, SchemeShare, TextIdentity, Tool};
+pub use shards::{
+    MAX_SHARDS, Shard, compare_shard, divergence_of_shards, merged_shards, perplexity_shard,
+    scores_of_shards, shard_journal,
+};
 pub use statistics::Estimate;
 #[cfg(feature = "decoders")]
 pub use stored::{StoredReference, is_stored_reference, store_reference};

@@ -44,7 +44,7 @@ pub fn log_likelihoods(
     let sorted: Vec<Window> = order.iter().map(|&number| windows[number].clone()).collect();
     let next = |window: &Window| window.tokens[window.first..].to_vec();
     let scored = Panel::new([Box::new(Blocks(decoder, None)) as _])?.with_ranks().run(
-        &sorted,
+        (&sorted, 0..sorted.len()),
         Vec::new(),
         (observer, cancel),
         |models, _| (models[0].nll(), models[0].top().first().copied()),

@@ -1,5 +1,7 @@
 //! Perplexity of one model.
 
+use std::ops::Range;
+
 #[cfg(feature = "decoders")]
 use quant_core::model::Decoder;
 #[cfg(feature = "decoders")]
@@ -103,7 +105,7 @@ pub fn disturbed_perplexity(
 ) -> Result<Scores> {
     let panel = Panel::new([Box::new(crate::decoder::Blocks(decoder, Some(seed))) as _])?;
     let nll = panel.run(
-        &text.windows,
+        (&text.windows, 0..text.windows.len()),
         Vec::new(),
         (&Silent, cancel),
         |models, _| models[0].nll(),
@@ -151,16 +153,26 @@ pub fn perplexity<'a>(
     observer: &dyn Observer,
     cancel: &CancelToken,
 ) -> Result<Scores> {
-    let nll = Panel::new([model.into().origin()])?.run(
-        &text.windows,
+    let all = 0..text.windows.len();
+    Scores::new(text, &measure_likelihoods(model.into(), text, all, journal, (observer, cancel))?)
+}
+
+pub(crate) fn measure_likelihoods(
+    model: Scored<'_>,
+    text: &EvaluationText,
+    windows: Range<usize>,
+    journal: &mut Journal<f64>,
+    progress: (&dyn Observer, &CancelToken),
+) -> Result<Vec<Vec<f64>>> {
+    Panel::new([model.origin()])?.run(
+        (&text.windows, windows),
         journal.take(),
-        (observer, cancel),
+        progress,
         |models, _| models[0].nll(),
         |windows| {
             require_finite(windows.iter().flatten().copied())?;
             journal.keep(windows)
         },
         &mut dropped,
-    )?;
-    Scores::new(text, &nll)
+    )
 }

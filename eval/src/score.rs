@@ -179,8 +179,8 @@ impl<'a> Panel<'a> {
         Ok(all)
     }
 
-    /// Measures all windows. `known` holds the results of the first windows from an earlier run. `keep` receives the
-    /// results of every new batch, and `states` the inputs of the first model's output stage for each new window, if
+    /// Measures a range of the windows that [begins a batch](consecutive). `known` holds the results of its first windows
+    /// from an earlier run. `keep` receives the results of every new batch, and `states` the inputs of the first model's output stage for each new window, if
     /// they are in memory.
     ///
     /// # Errors
@@ -188,7 +188,7 @@ impl<'a> Panel<'a> {
     /// have; when a model, `keep` or `states` fails, or when cancelled.
     pub(crate) fn run<T>(
         &self,
-        windows: &[Window],
+        (windows, range): (&[Window], Range<usize>),
         mut known: Vec<Vec<T>>,
         (observer, cancel): (&dyn Observer, &CancelToken),
         measure: impl Fn(&[Sums], Option<&Sums>) -> T,
@@ -196,12 +196,13 @@ impl<'a> Panel<'a> {
         states: &mut dyn FnMut(usize, &[f32]) -> Result<()>,
     ) -> Result<Vec<Vec<T>>> {
         check_windows(windows, self.output().vocab())?;
-        let units = windows.len() as u64;
+        let units = range.len() as u64;
         observer.event(&Event::StageStarted { stage: "evaluate", unit: "window", units });
-        let resumed = known.len();
+        let resumed = range.start + known.len();
         let most =
             |length| self.members.iter().map(|(origin, _)| origin.max_windows(length)).min().unwrap_or(1);
-        for batch in batches(windows, most) {
+        for mut batch in batches(&windows[range.clone()], most) {
+            batch.iter_mut().for_each(|number| *number += range.start);
             cancel.check()?;
             // An engine may have had a different number of windows per batch.
             let missing: Vec<usize> = batch.iter().copied().filter(|&number| number >= resumed).collect();
@@ -257,6 +258,13 @@ fn batches(windows: &[Window], most: impl Fn(usize) -> usize) -> Vec<Vec<usize>>
         }
     }
     batches
+}
+
+/// The windows at which a batch of a decoder begins, and the number of windows. Between two of them, batches are the
+/// same whether the other windows are measured or not.
+pub(crate) fn consecutive(windows: &[Window]) -> Vec<usize> {
+    let batches = batches(windows, |length| BATCH_TOKENS / length.max(1));
+    batches.iter().map(|batch| batch[0]).chain([windows.len()]).collect()
 }
 
 pub(crate) fn require_finite(values: impl Iterator<Item = f64>) -> Result<()> {

@@ -25,6 +25,7 @@ use quant_formats::{CancelToken, Error, Observer, Result, system};
 use serde::{Deserialize, Serialize};
 
 use crate::decoder::Blocks;
+use crate::journal::sync_parent;
 use crate::score::{Panel, require_finite};
 use crate::{EvaluationText, ModelIdentity, NoiseFloor, Scores, TextIdentity, Tool};
 
@@ -268,7 +269,7 @@ pub fn store_reference(
     drop(head);
     let mut window_blake3 = Vec::with_capacity(text.windows.len());
     let positions = panel.run(
-        &text.windows,
+        (&text.windows, 0..text.windows.len()),
         Vec::new(),
         (observer, cancel),
         |models, noise| (models[0].nll(), noise.map(|noise| noise.divergence_from(&models[0]))),
@@ -350,7 +351,7 @@ impl Partial {
         sealed.map_err(|e| Error::io("write", self.path.as_path(), e))?;
         std::fs::rename(&self.path, &self.target).map_err(|e| Error::io("rename", self.path.as_path(), e))?;
         self.whole = true;
-        Ok(())
+        sync_parent(&self.target)
     }
 }
 

@@ -134,6 +134,7 @@ pub fn evaluate(request: &str, rows: Option<Vec<String>>, session: &Session) -> 
         device: choice::<Device>("device", &asked.device)?,
         kv: choice::<KvBits>("kv", &asked.kv)?,
         journal: asked.journal,
+        shards: Default::default(),
         report: asked.report,
         compare: asked.compare,
         ablation: Default::default(),

@@ -18,6 +18,7 @@ pub mod progress;
 pub mod provenance;
 mod recipe;
 mod signals;
+mod snapshot;
 pub mod system;
 #[cfg(target_os = "linux")]
 pub mod text_worker;

@@ -10,7 +10,7 @@ const FAULTS: i64 = 110;
 
 /// The number of faults of which the program does less than the table says. Lower it when one is mended; it may not
 /// rise.
-const OPEN: usize = 9;
+const OPEN: usize = 6;
 
 fn faults() -> Vec<Table> {
     let text = std::fs::read_to_string(workspace_root().join("tests/faults.toml")).unwrap();

@@ -10,6 +10,7 @@ mod candle;
 mod chat;
 mod containers;
 mod end_to_end;
+mod eval_shards;
 mod evaluation;
 mod faults;
 mod float_sources;

@@ -7,6 +7,7 @@ use quant_tests::program::quant;
 use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 use serde_json::{Value, json};
+use sha1::{Digest, Sha1};
 
 const MANIFEST: &str = "quant_manifest.json";
 
@@ -59,7 +60,7 @@ fn damaged_and_incomplete_copies_are_detected() {
     std::fs::write(with_more.join("notes.txt"), "mine").unwrap();
     let shown = quant(args!["inspect", &with_more, "--verify"]).succeeded();
     assert!(shown.stdout.contains("verified: 6 files"), "{}", shown.stdout);
-    assert!(shown.stdout.contains("not in the manifest: notes.txt"), "{}", shown.stdout);
+    assert!(shown.stdout.contains("not compared: notes.txt"), "{}", shown.stdout);
 }
 
 #[test]
@@ -91,4 +92,65 @@ fn manifests_are_not_trusted() {
     refused(&out, &[MANIFEST]);
     std::fs::remove_file(&path).unwrap();
     check_message("no manifest", &quant(args!["inspect", &out, "--verify"]), 2, &[MANIFEST, "written"]);
+}
+
+/// Large files are named by their SHA-256 in the cache of a hub, and small ones by git's hash.
+#[test]
+fn cached_files_are_compared_with_the_names_of_their_blobs() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (blobs, snapshot) = (scratch.path().join("blobs"), scratch.path().join("snapshots/0123"));
+    std::fs::create_dir_all(&blobs).unwrap();
+    std::fs::create_dir_all(&snapshot).unwrap();
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(demo_model()).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap().to_owned();
+        let content = std::fs::read(&path).unwrap();
+        let blob = match name.ends_with(".safetensors") {
+            true => quant_core::digest::sha256_hex(&content),
+            false => {
+                let mut hash = Sha1::new();
+                hash.update(format!("blob {}\0", content.len()));
+                hash.update(&content);
+                quant_core::digest::hex(&hash.finalize())
+            }
+        };
+        std::fs::write(blobs.join(&blob), content).unwrap();
+        std::os::unix::fs::symlink(format!("../../blobs/{blob}"), snapshot.join(&name)).unwrap();
+        names.push((name, blobs.join(blob)));
+    }
+    let shown = quant(args!["inspect", &snapshot, "--verify"]).succeeded();
+    let line = format!("verified: {} files", names.len());
+    assert!(shown.stdout.contains(&line) && shown.stdout.contains("the names of their blobs"), "{shown}");
+    for (name, blob) in &names {
+        let content = std::fs::read(blob).unwrap();
+        // A change that leaves the model readable.
+        let mut changed = content.clone();
+        match name.ends_with(".safetensors") {
+            true => *changed.last_mut().unwrap() ^= 1,
+            false => changed.push(b'\n'),
+        }
+        std::fs::write(blob, changed).unwrap();
+        refused(&snapshot, &[name, "is damaged: it has the", blob.file_name().unwrap().to_str().unwrap()]);
+        std::fs::write(blob, content).unwrap();
+    }
+    // A file that is not in the cache has no hash.
+    std::fs::write(snapshot.join("notes.txt"), "mine").unwrap();
+    let shown = quant(args!["inspect", &snapshot, "--verify"]).succeeded();
+    assert!(shown.stdout.contains("not compared: notes.txt"), "{shown}");
+}
+
+/// Shards and tensors that the index does not list are only a warning, unless the files are to be verified.
+#[test]
+fn weights_that_the_index_does_not_list() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("out");
+    quantized(&model);
+    let stray = model.join("stray.safetensors");
+    std::fs::copy(model.join("model.safetensors"), &stray).unwrap();
+    let shown = quant(args!["inspect", &model]).succeeded();
+    assert!(shown.stderr.contains("warning: ") && shown.stderr.contains("stray.safetensors"), "{shown}");
+    refused(&model, &["do not agree with the index", "stray.safetensors"]);
+    std::fs::remove_file(stray).unwrap();
+    quant(args!["inspect", &model, "--verify"]).succeeded();
 }

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::support::shell::{cargo, run as execute, shared_dir, target_dir, tool};
 use crate::support::steps::Steps;
-use crate::{cuda, interop, kill_cycles, outside, publish, python, sanitize};
+use crate::{crash_points, cuda, interop, kill_cycles, outside, publish, python, sanitize};
 
 /// The second command of the README, word for word.
 pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
@@ -20,7 +20,7 @@ const CARGO_DENY: &str = "0.20.2";
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: test, kill-cycles, fmt, clippy, doc, deny, publish, python, interop, outside, sanitize, cuda
+    /// Run these steps only: test, kill-cycles, crash-points, fmt, clippy, doc, deny, publish, python, interop, outside, sanitize, cuda
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
 }
@@ -36,6 +36,15 @@ pub fn run(args: &Args) -> Result<()> {
     let quant = Some(target_dir().join("debug/quant"));
     steps.step("kill-cycles", || {
         kill_cycles::run(&kill_cycles::Args { kills: 10, seed: 1, quant: quant.clone(), record: false })
+    });
+    steps.step("crash-points", || {
+        crash_points::run(&crash_points::Args {
+            every: 41,
+            first: 3,
+            only: Vec::new(),
+            quant: quant.clone(),
+            record: false,
+        })
     });
     steps.step("fmt", || execute(&mut cargo(&["fmt", "--all", "--check"])));
     steps.step("clippy", || clippy(&["--features", HUB, "--features", cuda::C_FEATURE]));

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::bench_rtn::quant_binary;
+use crate::support::random::Random;
 use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{remove_dir, target_dir};
 
@@ -272,17 +273,4 @@ fn compare(found: &BTreeMap<PathBuf, Vec<u8>>, expected: &BTreeMap<PathBuf, Vec<
         ensure!(*bytes == expected[name], "{} differs", name.display());
     }
     Ok(())
-}
-
-/// Steele, Lea and Flood's SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn below_one(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) as f64 / 2.0_f64.powi(64)
-    }
 }

@@ -6,8 +6,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_cpu_time, bench_kernels, bench_rtn, book, charts, ci, cuda, dist, fuzz, gpu,
-    interop, kill_cycles, nightly, outside, plant, python, same_bytes, sanitize, synth,
+    bench_awq_memory, bench_cpu_time, bench_kernels, bench_rtn, book, charts, ci, crash_points, cuda, dist,
+    fuzz, gpu, interop, kill_cycles, nightly, outside, plant, python, same_bytes, sanitize, simulate_scale,
+    synth,
 };
 
 #[derive(Parser)]
@@ -43,6 +44,8 @@ enum Command {
     Fuzz(fuzz::Args),
     /// Kill runs, workers of jobs and merges at random points, and compare what they write in the end
     KillCycles(kill_cycles::Args),
+    /// Make every operation on the disk fail once, or be the last before a loss of power
+    CrashPoints(crash_points::Args),
     /// Build the static release binary and run it in an empty root
     Dist(dist::Args),
     /// Check that existing recipes give the same bytes as an earlier revision
@@ -51,6 +54,8 @@ enum Command {
     Synth(synth::Args),
     /// Plant outlier channels in a real Llama checkpoint without changing its logits
     Plant(plant::Args),
+    /// Predict how long a job takes on many machines
+    SimulateScale(simulate_scale::Args),
     /// Measure the kernels against the limits of the machine, and write a record
     BenchKernels(bench_kernels::Args),
     /// Time RTN of a synthetic checkpoint against reading, hashing and writing its bytes
@@ -65,10 +70,20 @@ enum Command {
 const GROUPS: [(&str, &[&str]); 4] = [
     (
         "For every change",
-        &["ci", "interop", "cuda", "python", "outside", "sanitize", "kill-cycles", "same-bytes"],
+        &[
+            "ci",
+            "interop",
+            "cuda",
+            "python",
+            "outside",
+            "sanitize",
+            "kill-cycles",
+            "crash-points",
+            "same-bytes",
+        ],
     ),
     ("Every night", &["nightly", "book", "fuzz", "dist"]),
-    ("Tools", &["synth", "plant", "charts", "gpu"]),
+    ("Tools", &["synth", "plant", "charts", "gpu", "simulate-scale"]),
     ("Benchmarks", &["bench-kernels", "bench-rtn", "bench-cpu-time", "bench-awq-memory"]),
 ];
 
@@ -105,10 +120,12 @@ fn main() -> ExitCode {
         Command::Charts => charts::run(),
         Command::Fuzz(args) => fuzz::run(&args),
         Command::KillCycles(args) => kill_cycles::run(&args),
+        Command::CrashPoints(args) => crash_points::run(&args),
         Command::Dist(args) => dist::run(&args),
         Command::SameBytes(args) => same_bytes::run(&args),
         Command::Synth(args) => synth::run(&args),
         Command::Plant(args) => plant::run(&args),
+        Command::SimulateScale(args) => simulate_scale::run(&args),
         Command::BenchKernels(args) => bench_kernels::run(&args),
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchCpuTime(args) => bench_cpu_time::run(&args),

@@ -3,12 +3,15 @@
 use anyhow::Result;
 
 use crate::support::steps::Steps;
-use crate::{bench_awq_memory, bench_rtn, book, ci, cuda, dist, fuzz, interop, outside, publish, sanitize};
+use crate::{
+    bench_awq_memory, bench_rtn, book, ci, crash_points, cuda, dist, fuzz, interop, outside, publish,
+    sanitize,
+};
 
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, bench-rtn, bench-awq-memory
+    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, crash-points, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -46,6 +49,15 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("no-features", outside::without_features);
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300, total: Some(3600) }));
+    steps.step("crash-points", || {
+        crash_points::run(&crash_points::Args {
+            every: 1,
+            first: 0,
+            only: Vec::new(),
+            quant: None,
+            record: false,
+        })
+    });
     steps.step("bench-rtn", || {
         bench_rtn::run(&bench_rtn::Args {
             scheme: None,

@@ -5,27 +5,27 @@ use std::time::Instant;
 
 use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
 use quant_core::digest::sha256_hex;
-use quant_core::model::{CudaRunner, Decoder};
+use quant_core::model::{CudaRunner, Decoder, KvScheme};
 use quant_core::pipeline::QuantReport;
 use quant_core::run::{self, Text};
-use quant_core::wording::counted;
 use quant_core::{Error, Result};
-use quant_evaluator::report::{EvaluationReport, WorstWindow, error_in_nats, nats};
-use quant_evaluator::statistics::Quantile;
+use quant_evaluator::report::{EvaluationReport, WorstWindow};
 use quant_evaluator::{
-    Anatomy, Divergence, Estimate, Evaluation, EvaluationText, Journal, Measured, ModelIdentity, Position,
-    ProfileRequest, RenderedTokenization, Tokenization, anatomy, compare, perplexity, store_reference,
+    Anatomy, Divergence, Evaluation, EvaluationText, Journal, Measured, ModelIdentity, Position,
+    ProfileRequest, RenderedTokenization, Scores, Tokenization, Tool, anatomy, compare, perplexity,
+    store_reference,
 };
 use serde_json::json;
 
 use super::Session;
 use super::ablation::{self, AblationOptions};
-use super::compare as compare_results;
-use super::reference::{self, OpenedReference};
+use super::reference::{self, LoadedReference, OpenedReference};
+use super::shards::{self, ShardOptions};
+use super::{compare as compare_results, eval_table};
 use crate::device::Device;
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
-use crate::output::{self, JsonOption, bytes, table};
+use crate::output::{self, JsonOption};
 use crate::provenance;
 
 /// The model and the text to evaluate.
@@ -71,6 +71,10 @@ pub struct Args {
     /// Record measurements in FILE while the evaluation runs, and continue an interrupted evaluation from it
     #[arg(long, value_name = "FILE")]
     pub journal: Option<PathBuf>,
+    // Not a doc comment, which would become part of the help.
+    #[allow(missing_docs)]
+    #[command(flatten)]
+    pub shards: ShardOptions,
     /// Write an HTML report of the result to FILE
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
@@ -135,9 +139,12 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         let Prepared { opened, text, .. } = Prepared::new(args, &text, session)?;
         return ablation::run(&args.ablation, &opened, &text, &args.json, session);
     }
+    if let Some(shard) = args.shards.selected()? {
+        return shards::run(args, &text, shard, session);
+    }
     let done = evaluate(args, &text, args.report.is_some(), session)?;
     args.json.emit(&done.result, || {
-        let mut text = show(&done.result);
+        let mut text = eval_table::show(&done.result);
         if !done.others.is_empty() {
             let own = format!("{} (this)", done.result.model.path);
             let others = done.others.iter().map(|(name, e)| (name.as_str(), e));
@@ -188,6 +195,7 @@ fn check(args: &Args, source: &Text) -> Result<()> {
         ("report", args.report.as_deref()),
         ("journal", args.journal.as_deref()),
         ("save_reference", args.save_reference.as_deref()),
+        ("shards", args.shards.shards.as_deref()),
     ];
     let inputs: Vec<&Path> =
         args.compare.iter().chain(&args.reference).map(PathBuf::as_path).chain(source.file()).collect();
@@ -202,6 +210,7 @@ fn check(args: &Args, source: &Text) -> Result<()> {
             ("report", args.report.is_some()),
             ("execution", args.execution != Execution::Fake),
             ("kv", args.kv != KvBits::Auto),
+            ("shards", args.shards.shards.is_some()),
         ];
         if let Some((option, _)) = others.into_iter().find(|(_, given)| *given) {
             return Err(Error::usage(
@@ -213,73 +222,138 @@ fn check(args: &Args, source: &Text) -> Result<()> {
     args.json.check()
 }
 
+/// A measurement whose inputs were checked against each other. No weights have been read yet.
+pub(super) struct Setup {
+    prepared: Prepared,
+    model: ModelIdentity,
+    compared_with: Option<ModelIdentity>,
+    tool: Tool,
+    kv: Option<KvScheme>,
+}
+
+impl Setup {
+    pub(super) fn new(args: &Args, source: &Text, session: &Session) -> Result<Self> {
+        let prepared = Prepared::new(args, source, session)?;
+        let Prepared { gpu, opened, reference, request, text, .. } = &prepared;
+        if let Some(reference) = reference {
+            reference.check(opened, text, |reference| {
+                self::text(reference, source, *request, args.windows, session)
+            })?;
+        }
+        let kv = args.kv.scheme(&opened.model);
+        let model = provenance::identity(opened, args.model.display().to_string(), kv, session)?;
+        let compared_with = match (reference, &args.reference) {
+            (Some(opened), Some(path)) => Some(opened.identity(path, session)?),
+            _ => None,
+        };
+        if let Some(reference) = &compared_with
+            && is_quantized(reference)
+            && (!is_quantized(&model) || reference.size_bytes < model.size_bytes)
+        {
+            session.progress.note(
+                "warning: the reference is quantized, and MODEL is float or larger: usually, MODEL is the quantized \
+                 model and ‹reference› the original",
+            );
+        }
+        let simulated = match args.execution {
+            Execution::Kernels => kv.and_then(|kv| opened.model.kernels_refuse(kv)),
+            Execution::Fake => None,
+        };
+        if let Some(reason) = &simulated {
+            session.progress.note(&format!("the KV cache is simulated: {reason}"));
+        }
+        let device = gpu.as_ref().map(CudaRunner::device);
+        if args.execution == Execution::Kernels {
+            provenance::note_floats(&opened.model, device.is_some(), session);
+        }
+        let tool = provenance::tool(args.execution, device, &opened.model, simulated.is_some(), session);
+        Ok(Self { prepared, model, compared_with, tool, kv })
+    }
+
+    pub(super) fn text(&self) -> &EvaluationText {
+        &self.prepared.text
+    }
+
+    /// What the measurements depend on.
+    pub(super) fn identity(&self) -> serde_json::Value {
+        let Prepared { reference, text, .. } = &self.prepared;
+        json!({
+            "tool": self.tool,
+            "model": self.model.sha256,
+            "kv_cache": self.model.kv_cache,
+            "reference": self.compared_with.as_ref().map(|r| &r.sha256),
+            "stored_reference": reference.as_ref().and_then(|r| r.digest()),
+            "profile": text.id,
+            "tokens": text.tokens_sha256,
+        })
+    }
+
+    pub(super) fn decoder(&self, execution: Execution, session: &Session) -> Result<Decoder> {
+        let Prepared { gpu, opened, text, .. } = &self.prepared;
+        let decoder = load(opened, text, session)?.with_kv(self.kv);
+        match (gpu, execution) {
+            (Some(gpu), _) => decoder.on_cuda(gpu),
+            (None, Execution::Kernels) => decoder.packed(),
+            (None, Execution::Fake) => Ok(decoder),
+        }
+    }
+
+    /// Reads the weights of the reference, if there is one.
+    pub(super) fn take_reference(&mut self, session: &Session) -> Result<Option<LoadedReference>> {
+        let reference = self.prepared.reference.take();
+        reference.map(|reference| reference.load(&self.prepared.text, session)).transpose()
+    }
+
+    pub(super) fn reference(&self) -> Option<&OpenedReference> {
+        self.prepared.reference.as_ref()
+    }
+}
+
+struct Measurement {
+    scores: (Scores, Option<Divergence>),
+    /// Windows that were measured before.
+    known: usize,
+    journal: Option<PathBuf>,
+    seen: Option<Anatomy>,
+    seconds: f64,
+}
+
 /// Measures a model on a text, with a page about the result if `with_page` is set; [`Evaluated::finish`] completes it.
 ///
 /// # Errors
 /// Same as `quant eval`.
 pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) -> Result<Evaluated> {
-    let prepared = Prepared::new(args, source, session)?;
-    let Prepared { gpu, others, opened, quantization, reference, request, text } = prepared;
-    if let Some(reference) = &reference {
-        reference.check(&opened, &text, |reference| {
-            self::text(reference, source, request, args.windows, session)
-        })?;
-    }
-    let kv = args.kv.scheme(&opened.model);
-    let model = provenance::identity(&opened, args.model.display().to_string(), kv, session)?;
-    let compared_with = match (&reference, &args.reference) {
-        (Some(opened), Some(path)) => Some(opened.identity(path, session)?),
-        _ => None,
+    let mut setup = Setup::new(args, source, session)?;
+    let measured = match &args.shards.shards {
+        Some(directory) => Measurement {
+            scores: shards::merged(&setup, directory)?,
+            known: setup.text().windows.len(),
+            journal: None,
+            seen: None,
+            seconds: 0.0,
+        },
+        None => measure(&mut setup, args, source, session)?,
     };
-    if let Some(reference) = &compared_with
-        && is_quantized(reference)
-        && (!is_quantized(&model) || reference.size_bytes < model.size_bytes)
-    {
-        session.progress.note(
-            "warning: the reference is quantized, and MODEL is float or larger: usually, MODEL is the quantized model \
-             and ‹reference› the original",
-        );
-    }
-    let simulated = match args.execution {
-        Execution::Kernels => kv.and_then(|kv| opened.model.kernels_refuse(kv)),
-        Execution::Fake => None,
-    };
-    if let Some(reason) = &simulated {
-        session.progress.note(&format!("the KV cache is simulated: {reason}"));
-    }
-    let device = gpu.as_ref().map(CudaRunner::device);
-    if args.execution == Execution::Kernels {
-        provenance::note_floats(&opened.model, device.is_some(), session);
-    }
-    let tool = provenance::tool(args.execution, device, &opened.model, simulated.is_some(), session);
-    let identity = json!({
-        "tool": tool,
-        "model": model.sha256,
-        "kv_cache": model.kv_cache,
-        "reference": compared_with.as_ref().map(|r| &r.sha256),
-        "stored_reference": reference.as_ref().and_then(|r| r.digest()),
-        "profile": text.id,
-        "tokens": text.tokens_sha256,
-    });
-    let mut decoder = load(&opened, &text, session)?.with_kv(kv);
-    match (&gpu, args.execution) {
-        (Some(gpu), _) => decoder = decoder.on_cuda(gpu)?,
-        (None, Execution::Kernels) => decoder = decoder.packed()?,
-        (None, Execution::Fake) => {}
-    }
-    let observer = session.progress.tokens_per_unit(Some(text.longest_input() as u64));
+    complete(setup, args, source, with_page, measured, session)
+}
+
+fn measure(setup: &mut Setup, args: &Args, source: &Text, session: &Session) -> Result<Measurement> {
+    let identity = setup.identity();
+    let decoder = setup.decoder(args.execution, session)?;
     let started = Instant::now();
+    let reference = setup.take_reference(session)?;
+    let Setup { prepared: Prepared { text, .. }, tool, model, .. } = setup;
+    let observer = session.progress.tokens_per_unit(Some(text.longest_input() as u64));
     let mut seen = None;
-    let (measured, known, journal) = match (reference, &args.save_reference) {
+    let (scores, known, journal) = match (reference, &args.save_reference) {
         (Some(reference), _) => {
-            let reference = reference.load(&text, session)?;
-            let mut journal = journal::<Position>(args, &identity, &text, session)?;
+            let mut journal = journal::<Position>(args, &identity, text, session)?;
             let known = journal.windows();
             let (scores, divergence) =
-                compare(reference.compared(), &decoder, &text, &mut journal, &observer, &session.cancel)?;
+                compare(reference.compared(), &decoder, text, &mut journal, &observer, &session.cancel)?;
             match (&args.report, reference.decoder()) {
                 (Some(_), Some(reference)) => {
-                    seen = Some(anatomy(reference, &decoder, &text, &session.cancel)?);
+                    seen = Some(anatomy(reference, &decoder, text, &session.cancel)?);
                 }
                 (Some(_), None) => session.progress.note(
                     "the report will not show the errors of blocks, because a stored reference contains \
@@ -290,22 +364,38 @@ pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) 
             ((scores, Some(divergence)), known, journal.finish())
         }
         (None, Some(path)) => {
-            let about = (&tool, &model, source.name());
-            let scores = store_reference(&decoder, &text, about, path, &observer, &session.cancel)?;
+            let about = (&*tool, &*model, source.name());
+            let scores = store_reference(&decoder, text, about, path, &observer, &session.cancel)?;
             ((scores, None), 0, None)
         }
         (None, None) => {
-            let mut journal = journal::<f64>(args, &identity, &text, session)?;
+            let mut journal = journal::<f64>(args, &identity, text, session)?;
             let known = journal.windows();
-            let scores = perplexity(&decoder, &text, &mut journal, &observer, &session.cancel)?;
+            let scores = perplexity(&decoder, text, &mut journal, &observer, &session.cancel)?;
             ((scores, None), known, journal.finish())
         }
     };
     let seconds = started.elapsed().as_secs_f64();
+    Ok(Measurement { scores, known, journal, seen, seconds })
+}
+
+fn complete(
+    setup: Setup,
+    args: &Args,
+    source: &Text,
+    with_page: bool,
+    measured: Measurement,
+    session: &Session,
+) -> Result<Evaluated> {
+    let Measurement { scores, known, journal, seen, seconds } = measured;
+    let Setup { prepared, model, compared_with, tool, .. } = setup;
+    let Prepared { others, opened, quantization, text, .. } = prepared;
+    if args.shards.shards.is_some() && args.report.is_some() && compared_with.is_some() {
+        session.progress.note("the report will not show the errors of blocks, which shards do not measure");
+    }
     let read: usize = text.windows[known..].iter().map(|w| w.input().len()).sum();
     let time = (seconds, read as f64 / seconds.max(f64::MIN_POSITIVE));
-    let result =
-        Evaluation::new(tool, model, compared_with, (source.name().to_owned(), &text), measured, time);
+    let result = Evaluation::new(tool, model, compared_with, (source.name().to_owned(), &text), scores, time);
     compare_results::check(&result, &others)?;
     let page = match with_page {
         true => Some(page(&result, seen.as_ref(), quantization.as_ref(), &others, &opened, &text)?),
@@ -441,85 +531,4 @@ pub fn load(opened: &Opened, text: &EvaluationText, session: &Session) -> Result
 
 fn read_tokenizer(opened: &Opened) -> Result<Vec<u8>> {
     TextTokenizer::bytes_of(&opened.directory)
-}
-
-fn show(result: &Evaluation) -> String {
-    let row = |name: &str, estimate: &Estimate, digits: usize| {
-        let error = estimate.standard_error.map_or("?".into(), |e| format!("{e:.digits$}"));
-        vec![name.to_owned(), format!("{:.digits$}", estimate.mean), error]
-    };
-    let scores = &result.scores;
-    let mut rows = vec![row("perplexity", &scores.perplexity, 3), row("nats per token", &scores.nll, 4)];
-    for (name, estimate, digits) in [
-        ("bits per byte", &scores.bits_per_byte, 4),
-        ("word perplexity", &scores.word_perplexity, 3),
-        ("byte perplexity", &scores.byte_perplexity, 4),
-    ] {
-        rows.extend(estimate.iter().map(|e| row(name, e, digits)));
-    }
-    if let Some(comparison) = &result.comparison {
-        rows.push(row("reference perplexity", &comparison.reference.perplexity, 3));
-        rows.push(row("perplexity ratio", &comparison.perplexity_ratio, 5));
-        rows.push(vec!["mean KL (nats)".into(), nats(comparison.kl.mean), error_in_nats(comparison.kl)]);
-        if let Some(floor) = &comparison.noise_floor {
-            rows.push(vec!["  its noise floor".into(), nats(floor.kl.mean), error_in_nats(floor.kl)]);
-        }
-        rows.push(row("same top token", &comparison.top1_agreement, 4));
-        rows.push(row("same top five tokens", &comparison.top5_overlap, 4));
-        rows.push(row("RMS change of p", &comparison.rms_delta_p, 5));
-    }
-    let mut text = table(&["", "mean", "± standard error"], &rows);
-    if let Some(comparison) = &result.comparison {
-        text.push_str("\nUse the mean KL to compare models: lower is better, and 0 means identical.\n\n");
-        text.push_str(&spread(comparison));
-    }
-    let cache_of = |before: &str, model: Option<&ModelIdentity>| {
-        let kv = model.and_then(|m| m.kv_cache);
-        kv.map(|kv| format!("{before} keys and values in {kv}")).unwrap_or_default()
-    };
-    let cache =
-        cache_of(",", Some(&result.model)) + &cache_of("; the reference with", result.reference.as_ref());
-    text.push_str(&format!(
-        "\n{} on {}: {} in {}, {:.0} tokens/s; weights of {}{cache}\n",
-        result.profile,
-        Path::new(&result.text.name).display(),
-        counted(result.tokens_scored, "token"),
-        counted(result.windows, "window"),
-        result.tokens_per_second,
-        bytes(result.model.size_bytes),
-    ));
-    text
-}
-
-/// Returns a table of the distribution of the divergence over tokens.
-fn spread(comparison: &Divergence) -> String {
-    let row = |name: &str, q: &Quantile| {
-        let interval = match (q.low, q.high) {
-            (Some(low), Some(high)) => format!("{} – {}", nats(low), nats(high)),
-            _ => "?".into(),
-        };
-        vec![name.to_owned(), nats(q.value), interval]
-    };
-    let q = &comparison.kl_quantiles;
-    let rows = [
-        row("median", &q.median),
-        row("90th percentile", &q.p90),
-        row("99th percentile", &q.p99),
-        row("99.9th percentile", &q.p999),
-        row("maximum", &q.max),
-    ];
-    let mut text = table(&["KL per token (nats)", "", "95 % interval"], &rows);
-    if comparison.at_noise_floor == Some(true) {
-        text.push_str(
-            "\nThe mean KL is below three times its noise floor, so this text shows no difference \
-            between the models.\n",
-        );
-    }
-    if let Some(increase) = comparison.minimum_detectable_increase {
-        text.push_str(&format!(
-            "\nOn this text, a perplexity increase of {:.2} % would be detected with 80 % probability.\n",
-            100.0 * increase
-        ));
-    }
-    text
 }

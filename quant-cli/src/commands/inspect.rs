@@ -3,20 +3,21 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-use quant_core::Result;
-use quant_core::checkpoint::{printable, verify_checkpoint};
+use quant_core::checkpoint::{ShardedCheckpoint, printable, verify_checkpoint};
 use quant_core::format::container_of;
 use quant_core::gguf::{self, GgufFile, Value};
 use quant_core::model::{Carried, KvScheme};
 use quant_core::pipeline::QuantReport;
 use quant_core::scheme::LinearScheme;
 use quant_core::wording::counted;
+use quant_core::{Error, Result};
 use serde::Serialize;
 
 use super::Session;
 use super::plan::kind;
 use crate::inputs::{self, Opened};
 use crate::output::{JsonOption, bytes, table};
+use crate::snapshot::verify_snapshot;
 
 /// The model to inspect.
 #[derive(Debug, clap::Args)]
@@ -26,7 +27,8 @@ pub struct Args {
     /// List every tensor, not one line per kind
     #[arg(long)]
     all: bool,
-    /// Read all files and compare them with quant_manifest.json, to detect an incomplete or damaged copy
+    /// Read all files and compare them with quant_manifest.json, to detect an incomplete or damaged copy; in the cache
+    /// of a hub, with the hashes that are the names of its blobs
     #[arg(long)]
     verify: bool,
     #[command(flatten)]
@@ -83,9 +85,11 @@ struct GgufReport {
 
 #[derive(Serialize)]
 struct Verified {
+    /// Where the hashes come from.
+    compared_with: &'static str,
     files: usize,
     bytes: u64,
-    /// Files that the manifest does not list.
+    /// Files whose hash is unknown.
     unlisted: Vec<String>,
 }
 
@@ -115,8 +119,35 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 
 fn verify(path: &Path, session: &Session) -> Result<Verified> {
     let opened = inputs::open(path, session)?;
+    if !gguf::is_gguf(opened.directory.path()) {
+        require_listed(opened.directory.path())?;
+    }
+    if let Some(found) = verify_snapshot(opened.directory.path(), &session.cancel)? {
+        let compared_with = "the names of their blobs";
+        return Ok(Verified {
+            compared_with,
+            files: found.files,
+            bytes: found.bytes,
+            unlisted: found.others,
+        });
+    }
     let files = verify_checkpoint(opened.directory.path(), &session.progress, &session.cancel)?;
-    Ok(Verified { files: files.files, bytes: files.bytes, unlisted: files.unlisted })
+    let compared_with = "quant_manifest.json";
+    Ok(Verified { compared_with, files: files.files, bytes: files.bytes, unlisted: files.unlisted })
+}
+
+/// Fails if shards or tensors are not in the index, or the index has a wrong size, which are only warnings otherwise.
+fn require_listed(directory: &Path) -> Result<()> {
+    let stored = ShardedCheckpoint::open(directory)?;
+    if stored.warnings().is_empty() {
+        return Ok(());
+    }
+    Err(Error::InputFile {
+        path: directory.to_owned(),
+        line: None,
+        reason: format!("the files do not agree with the index: {}", stored.warnings().join("; ")),
+        remedy: "download or copy the checkpoint again, into an empty directory".into(),
+    })
 }
 
 /// Returns the contents of a checkpoint.
@@ -311,10 +342,10 @@ fn show(report: &Report, all: bool) -> String {
     }
     if let Some(verified) = &report.verified {
         let (files, size) = (verified.files, bytes(verified.bytes));
-        text.push_str(&format!("verified: {files} files, {size}, match quant_manifest.json\n"));
+        text.push_str(&format!("verified: {files} files, {size}, match {}\n", verified.compared_with));
         if !verified.unlisted.is_empty() {
             text.push_str(&format!(
-                "not in the manifest: {}\n",
+                "not compared: {}\n",
                 verified.unlisted.iter().map(|name| printable(name)).collect::<Vec<_>>().join(", ")
             ));
         }

@@ -121,7 +121,8 @@ pub struct MergeArgs {
     json: JsonOption,
 }
 
-fn shard(text: &str) -> std::result::Result<(usize, usize), String> {
+/// Parses the share of a worker, `I/N`.
+pub fn shard(text: &str) -> std::result::Result<(usize, usize), String> {
     let number = |text: &str| text.parse::<usize>().ok().filter(|n| *n <= 1 << 20);
     match text.split_once('/').map(|(index, count)| (number(index), number(count))) {
         Some((Some(index), Some(count))) if index < count => Ok((index, count)),

@@ -7,6 +7,7 @@ pub mod compare;
 pub mod completions;
 pub mod demo;
 pub mod eval;
+mod eval_table;
 pub mod gate;
 pub mod generate;
 pub mod gguf;
@@ -15,6 +16,7 @@ pub mod job;
 pub mod plan;
 pub mod quantize;
 mod reference;
+mod shards;
 
 use std::path::PathBuf;
 use std::sync::Arc;

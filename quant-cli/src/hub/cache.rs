@@ -9,55 +9,14 @@
 //!   .quant/sha256sums               quant: the hashes of data files when they were first fetched
 //! ```
 
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use quant_core::{CancelToken, Error, Result};
-use sha1::Sha1;
-use sha2::{Digest as _, Sha256};
 
-/// A hash that a hub gives for a file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Digest {
-    /// SHA-256 of the content; used for large files.
-    Sha256(String),
-    /// Git's blob hash, which includes the length; used for small files.
-    Git(String),
-}
-
-impl Digest {
-    /// Interprets a tag as a hash by its length. Returns `None` for the tags of servers that do not use hashes.
-    pub fn from_tag(tag: &str) -> Option<Self> {
-        let is_hex = tag.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-        match tag.len() {
-            64 if is_hex => Some(Self::Sha256(tag.to_owned())),
-            40 if is_hex => Some(Self::Git(tag.to_owned())),
-            _ => None,
-        }
-    }
-
-    /// Computes the same kind of hash of a file's content.
-    fn of(&self, path: &Path, size: u64, cancel: &CancelToken) -> Result<Self> {
-        Ok(match self {
-            Self::Sha256(_) => Self::Sha256(sha256_of(path, cancel)?),
-            Self::Git(_) => {
-                let mut hash = Sha1::new();
-                hash.update(format!("blob {size}\0"));
-                each_chunk(path, cancel, |bytes| hash.update(bytes))?;
-                Self::Git(hex(&hash.finalize()))
-            }
-        })
-    }
-
-    fn describe(&self) -> String {
-        match self {
-            Self::Sha256(hex) => format!("SHA-256 {hex}"),
-            Self::Git(hex) => format!("git hash {hex}"),
-        }
-    }
-}
+use crate::snapshot::Digest;
 
 /// The size and hash that a hub announces for a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -209,32 +168,6 @@ impl RepositoryCache {
 /// Returns whether a revision is a full commit hash.
 pub fn is_commit(revision: &str) -> bool {
     revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
-}
-
-/// Returns the SHA-256 of a file in hexadecimal digits.
-pub fn sha256_of(path: &Path, cancel: &CancelToken) -> Result<String> {
-    let mut hash = Sha256::new();
-    each_chunk(path, cancel, |bytes| hash.update(bytes))?;
-    Ok(hex(&hash.finalize()))
-}
-
-fn each_chunk(path: &Path, cancel: &CancelToken, mut take: impl FnMut(&[u8])) -> Result<()> {
-    let failed = |e| Error::io("read", path, e);
-    let mut file = File::open(path).map_err(failed)?;
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        cancel.check()?;
-        match file.read(&mut buffer) {
-            Ok(0) => return Ok(()),
-            Ok(n) => take(&buffer[..n]),
-            Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) => return Err(failed(e)),
-        }
-    }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 fn stamp(size: u64, modified: Option<SystemTime>, digests: &[Digest]) -> String {

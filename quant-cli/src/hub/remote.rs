@@ -14,10 +14,11 @@ use hf_hub::{
 };
 use quant_core::{Error, Event, Observer, Result};
 
-use super::cache::{Announced, BlobCheck, Digest, RepositoryCache, is_commit};
+use super::cache::{Announced, BlobCheck, RepositoryCache, is_commit};
 use super::fault::Request;
 use crate::commands::Session;
 use crate::output::bytes;
+use crate::snapshot::Digest;
 
 /// Maximum number of attempts at a transfer that breaks.
 const ATTEMPTS: u32 = 3;

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use hf_hub::RepoTypeDataset;
 use quant_calibration_data::PublicSet;
+use quant_core::checkpoint::file_sha256;
 use quant_core::{Error, Result};
 
-use super::cache::{Announced, RepositoryCache, sha256_of};
+use super::cache::{Announced, RepositoryCache};
 use super::decode;
 use super::fault::Request;
 use super::fetch::{MAIN, not_cached, offline_request};
@@ -60,7 +61,7 @@ fn cached(set: &PublicSet, session: &Session) -> Result<(RepositoryCache, PathBu
 /// Checks that the file has the SHA-256 in the manifest or, if the manifest has none, the hash recorded at the first
 /// download. An unnoticed change of a text would change every number measured on it.
 fn check_first_hash(set: &PublicSet, cache: &RepositoryCache, path: &Path, session: &Session) -> Result<()> {
-    let found = sha256_of(path, &session.cancel)?;
+    let found = file_sha256(path, &session.cancel)?;
     let (recorded, origin) = match set.sha256.as_str() {
         "" => (cache.recorded_sum(&set.file)?, "an earlier download"),
         known => (Some(known.to_owned()), "the manifest of text sets"),

@@ -6,7 +6,7 @@ use candle_core::{D, Device, Tensor};
 
 use super::{BatchLayout, InputRows, Spill, Statistic, TokenWindows, Values};
 use crate::model::{Block, CancelTap, Model, NodeId, Segments, Tap, TokenRows, with_values};
-use crate::{CancelToken, Error, Result};
+use crate::{CancelToken, Error, Result, allocate};
 
 /// Tokens that go through a block at a time: enough for full speed, few enough that intermediate values stay small.
 pub(super) const CHUNK_TOKENS: usize = 2048;
@@ -168,7 +168,7 @@ impl HiddenStates {
     /// # Errors
     /// [`Error::Internal`] when a token is outside the batch.
     pub fn rows(&self, tokens: &[u32]) -> Result<Tensor> {
-        let mut values = Vec::with_capacity(tokens.len() * self.hidden);
+        let mut values = allocate::room(tokens.len() * self.hidden, "the hidden states of some tokens")?;
         for run in tokens.chunk_by(|a, b| a.checked_add(1) == Some(*b)) {
             let (first, width) = (run[0] as usize, self.hidden);
             values.extend_from_slice(&self.values.read(first * width..(first + run.len()) * width)?);

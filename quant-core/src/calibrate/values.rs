@@ -219,7 +219,7 @@ impl Values {
             return change(&mut values[all], &|row| first + row as u32);
         }
         let runs = || tokens.chunk_by(|a, b| a.checked_add(1) == Some(*b));
-        let mut values = Vec::with_capacity(tokens.len() * width);
+        let mut values = allocate::room(tokens.len() * width, "the values of some tokens")?;
         for run in runs() {
             values.extend_from_slice(&self.read(rows(run[0], run.len()))?);
         }

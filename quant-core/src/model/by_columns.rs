@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Architecture;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource};
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 pub(super) fn by_rows(source: Arc<dyn TensorSource>, architecture: &Architecture) -> Arc<dyn TensorSource> {
     if architecture.stored_by_columns.is_empty() {
@@ -29,15 +29,18 @@ pub(super) fn by_rows(source: Arc<dyn TensorSource>, architecture: &Architecture
 }
 
 /// Transposes a `[rows, columns]` matrix of values of `size` bytes each.
-pub(crate) fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize) -> Vec<u8> {
-    let mut out = Vec::with_capacity(bytes.len());
+///
+/// # Errors
+/// [`Error::Memory`].
+pub(crate) fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], size: usize) -> Result<Vec<u8>> {
+    let mut out = allocate::room(bytes.len(), "a transposed tensor")?;
     for column in 0..columns {
         for row in 0..rows {
             let at = (row * columns + column) * size;
             out.extend_from_slice(&bytes[at..at + size]);
         }
     }
-    out
+    Ok(out)
 }
 
 struct ByRows {
@@ -60,7 +63,7 @@ impl ByRows {
         let &[rows, columns] = &info.shape[..] else {
             return Err(Error::Internal(format!("`{name}` is not a matrix")));
         };
-        let bytes = Arc::new(transposed(&bytes, [columns, rows], info.dtype.size()));
+        let bytes = Arc::new(transposed(&bytes, [columns, rows], info.dtype.size())?);
         *last = Some((name.to_owned(), bytes.clone()));
         Ok(bytes)
     }
@@ -125,7 +128,7 @@ mod tests {
         for name in ["transformer.h.0.mlp.c_fc.other", "transformer.h.0.attn.c_proj.weight"] {
             assert_eq!(seen.require(name).unwrap().shape, [2, 3], "{name}");
         }
-        let back = transposed(&seen.read(fc).unwrap(), [3, 2], 4);
+        let back = transposed(&seen.read(fc).unwrap(), [3, 2], 4).unwrap();
         assert_eq!(back, Dtype::F32.narrow(&values));
     }
 }

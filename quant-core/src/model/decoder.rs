@@ -13,7 +13,7 @@ use super::{
     AttentionShape, Block, CudaRunner, EmbeddingNorm, Head, KvCaching, KvScheme, Linear, LogitsTransform,
     Model, NoTap, NodeId, Norm, Op, PositionTable, SequenceCache, Tap, WeightBody,
 };
-use crate::{CancelToken, Error, Event, Observer, Result};
+use crate::{CancelToken, Error, Event, Observer, Result, allocate};
 
 /// All blocks, the embedding and the head.
 ///
@@ -193,7 +193,8 @@ impl Decoder {
     /// Like [`embed`](Self::embed), for windows whose first token is at position `start`.
     fn embed_from(&self, windows: &[&[u32]], start: usize) -> Result<Tensor> {
         let length = windows.first().map_or(0, |w| w.len());
-        let mut values = Vec::with_capacity(windows.len() * length * self.hidden);
+        let mut values =
+            allocate::room(windows.len() * length * self.hidden, "the embedded tokens of a batch")?;
         let (embedding, mut scratch) = (self.embedding.read()?, Vec::new());
         for window in windows {
             if window.len() != length {

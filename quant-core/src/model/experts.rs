@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use super::arch::{RouterScores, Routing};
 use super::tensor_values::with_values;
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// Computes the expert weights of each token from the router's logits `[…, experts]` and the correction of each
 /// expert's score, if the routing has one. Ties between experts or groups are resolved in favor of the first.
@@ -157,7 +157,7 @@ pub(super) fn tokens_of_expert(weights: &Tensor, expert: usize) -> Result<Vec<u3
 pub(super) fn rows(x: &Tensor, tokens: &[u32]) -> Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     let values = with_values(x, |x| {
-        let mut values = Vec::with_capacity(tokens.len() * width);
+        let mut values = allocate::room(tokens.len() * width, "the inputs of an expert")?;
         for &token in tokens {
             let at = token as usize * width;
             let row = x.get(at..at + width);

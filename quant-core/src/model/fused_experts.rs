@@ -14,7 +14,7 @@ use super::Architecture;
 use super::arch::FusedExperts;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSource, require_weight_float};
 use crate::format::mxfp4;
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 pub(super) fn split(
     source: Arc<dyn TensorSource>,
@@ -257,15 +257,15 @@ impl Part {
         }
     }
 
-    fn gather(&self, slab: &Slab, range: Range<usize>) -> Vec<u8> {
+    fn gather(&self, slab: &Slab, range: Range<usize>) -> Result<Vec<u8>> {
         let row_bytes = self.k * self.info.dtype.size();
         let rows = range.start / row_bytes..range.end.div_ceil(row_bytes);
         let start = rows.start * row_bytes;
-        let mut out = Vec::with_capacity(rows.len() * row_bytes);
+        let mut out = allocate::room(rows.len() * row_bytes, "the rows of an expert")?;
         rows.for_each(|output| self.append_row(slab, output, &mut out));
         out.truncate(range.end - start);
         out.drain(..range.start - start);
-        out
+        Ok(out)
     }
 }
 
@@ -303,7 +303,7 @@ impl TensorSource for Split {
         }
         let start = usize::try_from(offset).map_err(|_| leaves())?;
         let slab = self.slab(part)?;
-        buffer.copy_from_slice(&part.gather(&slab, start..start + buffer.len()));
+        buffer.copy_from_slice(&part.gather(&slab, start..start + buffer.len())?);
         Ok(())
     }
 

@@ -223,7 +223,7 @@ pub(super) fn copy(
         };
         finite(job, name, dtype, &bytes)?;
         let sha256 = sha256_hex(&*bytes);
-        sink.write(output, 0, &as_written(entry, bytes))?;
+        sink.write(output, 0, &as_written(entry, bytes)?)?;
         return Ok(copied(entry, sha256));
     }
     let mut hash = Sha256::new();

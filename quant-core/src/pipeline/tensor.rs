@@ -167,17 +167,18 @@ fn rewrite_float(
         }
         None => bytes,
     };
-    let bytes = as_written(entry, bytes);
+    let bytes = as_written(entry, bytes)?;
     let report = TensorReport::rewritten(entry, sha256);
     Ok(Finished { report, outputs: vec![(entry.tensor.clone(), bytes)], spare: Vec::new() })
 }
 
-pub(super) fn as_written(entry: &PlanEntry, bytes: Bytes) -> Bytes {
+pub(super) fn as_written(entry: &PlanEntry, bytes: Bytes) -> Result<Bytes> {
     match entry.info.shape[..] {
         [rows, columns] if entry.by_columns => {
-            Bytes::Own(transposed(&bytes, [rows, columns], entry.info.dtype.size()))
+            let bytes = transposed(&bytes, [rows, columns], entry.info.dtype.size())?;
+            Ok(Bytes::Own(bytes))
         }
-        _ => bytes,
+        _ => Ok(bytes),
     }
 }
 

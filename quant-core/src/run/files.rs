@@ -29,7 +29,8 @@ pub fn check_writable(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes a file completely or leaves the existing one unchanged. Devices and pipes are written in place.
+/// Writes a file completely or leaves the existing one unchanged, also at a power loss. Devices and pipes are written
+/// in place.
 ///
 /// # Errors
 /// [`Error::Io`] when it cannot be written.
@@ -45,7 +46,9 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(fault)?;
     // Temporary files are readable only by their owner; results should not be.
     file.as_file().set_permissions(system::readable_by_all()).map_err(fault)?;
-    file.persist(&target).map(drop).map_err(|e| fault(e.error))
+    file.persist(&target).map_err(|e| fault(e.error))?;
+    // Without this, a crash may bring the old file back.
+    system::sync_directory(directory).map_err(fault)
 }
 
 /// Resolves a path, which need not exist.

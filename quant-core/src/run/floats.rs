@@ -271,7 +271,7 @@ fn convert(
     let step = if by_columns { stored.byte_len().max(1) as usize } else { (PIECE_BYTES / row).max(1) * row };
     let in_order = |bytes: &[u8]| match stored.shape.as_slice() {
         [rows, columns] if by_columns => transposed(bytes, [*rows, *columns], info.dtype.size()),
-        _ => bytes.to_vec(),
+        _ => Ok(bytes.to_vec()),
     };
     let (mut written, mut largest_change) = (0, 0.0_f64);
     let mut hash = blake3::Hasher::new();
@@ -286,7 +286,7 @@ fn convert(
             continue;
         }
         if stored.dtype == info.dtype {
-            sink.write(name, written, &in_order(&piece))?;
+            sink.write(name, written, &in_order(&piece)?)?;
             written += piece.len() as u64;
             continue;
         }
@@ -305,7 +305,7 @@ fn convert(
                 largest_change = largest_change.max(change.abs());
             }
         }
-        let bytes = in_order(&info.dtype.narrow(&values));
+        let bytes = in_order(&info.dtype.narrow(&values))?;
         sink.write(name, written, &bytes)?;
         written += bytes.len() as u64;
     }

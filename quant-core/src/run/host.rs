@@ -145,7 +145,8 @@ pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Resul
         host.warn(warning.to_string());
     }
     let model = Model::open_with(&directory, &extensions.containers)?;
-    for warning in model.quantization_notes().into_iter().chain(model.differing_scales()?) {
+    let notes = model.quantization_notes().into_iter().chain(model.head_note());
+    for warning in notes.chain(model.differing_scales()?) {
         host.warn(warning);
     }
     Ok(Opened { directory, model })

@@ -83,7 +83,7 @@ impl Prepared {
             tap,
         )?) {
             let shape = output.shape().clone();
-            let rounded = StoredValues::rounded(&output.flatten_all()?.to_vec1::<f32>()?);
+            let rounded = StoredValues::rounded(&output.flatten_all()?.to_vec1::<f32>()?)?;
             known_outputs.push((node, Tensor::from_vec(rounded.to_vec()?, &shape, &Device::Cpu)?));
             outputs.push((rounded, shape));
         }

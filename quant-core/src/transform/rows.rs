@@ -3,8 +3,10 @@
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use crate::Result;
 use crate::calibrate::{Spill, SpillFile};
+use crate::{Result, allocate};
+
+const SAMPLE: &str = "a sample of inputs";
 
 const BUFFER: usize = 1 << 20;
 
@@ -32,15 +34,15 @@ impl StoredValues {
                 let (file, pending) = (spill.file()?, Vec::new());
                 Self::Spilled(SpilledRows { file, written: 0, pending, rounded })
             }
-            None if rounded => Self::Bf16(Vec::with_capacity(values)),
-            None => Self::F32(Vec::with_capacity(values)),
+            None if rounded => Self::Bf16(allocate::room(values, SAMPLE)?),
+            None => Self::F32(allocate::room(values, SAMPLE)?),
         })
     }
 
-    pub(super) fn rounded(values: &[f32]) -> Self {
-        let mut rows = vec![bf16::ZERO; values.len()];
+    pub(super) fn rounded(values: &[f32]) -> Result<Self> {
+        let mut rows = allocate::zeros(values.len(), SAMPLE)?;
         rows.convert_from_f32_slice(values);
-        Self::Bf16(rows)
+        Ok(Self::Bf16(rows))
     }
 
     pub(super) fn extend(&mut self, values: &[f32]) -> Result<()> {

@@ -1,9 +1,9 @@
 //! Selects the tokens of a batch for a [race](super::race), and assigns them to rounds.
 
 use super::rows::StoredValues;
-use crate::Result;
 use crate::calibrate::{BatchLayout, InputRows, Packing, Sampling, Spill, Statistic};
 use crate::model::{BlockGraph, FoldGroup};
+use crate::{Result, allocate};
 
 /// A race uses at most one token in `TOKENS_PER_SAMPLE` of the batch, but at least [`MIN_TOKENS`].
 const TOKENS_PER_SAMPLE: usize = 4;
@@ -172,7 +172,7 @@ impl SearchSample {
 
     /// The values of these rows, and the places of their tokens.
     pub(super) fn rows(&self, rows: &[usize]) -> Result<(Vec<f32>, Vec<Place>)> {
-        let mut values = Vec::with_capacity(rows.len() * self.channels);
+        let mut values = allocate::room(rows.len() * self.channels, "the inputs of a round")?;
         rows.iter().try_for_each(|&row| self.rows.copy_row(row, self.channels, &mut values))?;
         Ok((values, rows.iter().map(|&row| self.places[row]).collect()))
     }

@@ -78,11 +78,14 @@ impl Store {
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => return Err(Error::io("list", path, e)),
         }
+        create_all(path)?;
         for directory in [INPUTS, UNITS, LOG, TEMPORARY] {
             let directory = path.join(directory);
             std::fs::create_dir_all(&directory).map_err(|e| Error::io("create", &directory, e))?;
         }
+        // An earlier call may have been killed before it synced what it created.
         sync(path)?;
+        sync_parent(path)?;
         Ok(Self { path: path.to_owned() })
     }
 
@@ -173,9 +176,7 @@ impl Store {
             }
             Err(e) => return Err(written(target, 0, e)),
         }
-        if let Some(directory) = target.parent() {
-            sync(directory)?;
-        }
+        sync_parent(target)?;
         Ok(Publication::Created)
     }
 
@@ -191,19 +192,37 @@ impl Store {
             let aside = PathBuf::from(name);
             match system::rename_new(path, &aside) {
                 Ok(()) => {
-                    path.parent().map_or(Ok(()), sync)?;
+                    sync_parent(path)?;
                     return Ok(Some(aside));
                 }
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
                 Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
                 Err(e) if system::is_unsupported(&e) => {
                     std::fs::rename(path, &aside).map_err(|e| Error::io("rename", path, e))?;
+                    sync_parent(path)?;
                     return Ok(Some(aside));
                 }
                 Err(e) => return Err(Error::io("rename", path, e)),
             }
         }
         Err(damaged(path, "is damaged, and so are 1000 earlier versions".into()))
+    }
+}
+
+/// Creates a directory and those above it, and syncs those that have a new entry.
+fn create_all(directory: &Path) -> Result<()> {
+    let is_absent = |path: &&Path| std::fs::symlink_metadata(path).is_err();
+    let new: Vec<&Path> = directory.ancestors().take_while(is_absent).collect();
+    std::fs::create_dir_all(directory).map_err(|e| Error::io("create", directory, e))?;
+    new.into_iter().try_for_each(sync_parent)
+}
+
+/// Makes the name of a file or directory durable.
+fn sync_parent(path: &Path) -> Result<()> {
+    match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => sync(Path::new(".")),
+        Some(parent) => sync(parent),
+        None => Ok(()),
     }
 }
 

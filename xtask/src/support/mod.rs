@@ -6,6 +6,7 @@ pub mod host;
 pub mod llama;
 pub mod measure;
 pub mod noise;
+pub mod random;
 pub mod record;
 pub mod shards;
 pub mod shell;

@@ -88,7 +88,13 @@ impl Float {
 
 /// A well-mixed 64-bit function of a counter (the finalizer of splitmix64).
 pub fn mix(counter: u64) -> u64 {
-    let mut z = counter.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    finish(counter.wrapping_mul(GOLDEN))
+}
+
+/// The increment of splitmix64.
+pub(super) const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+pub(super) fn finish(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)

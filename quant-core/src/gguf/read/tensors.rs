@@ -16,7 +16,7 @@ use super::About;
 use crate::blocks::{BF16, BlockType, F16};
 use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
 use crate::model::Architecture;
-use crate::{Error, Result};
+use crate::{Error, Result, allocate};
 
 /// Files with more experts are rejected before any memory is allocated for experts.
 const MAX_EXPERTS: u64 = 4096;
@@ -234,7 +234,7 @@ impl GgufSource {
         let values = match known {
             Some((.., values)) => values.clone(),
             None => {
-                let mut values = Vec::with_capacity(width * depth);
+                let mut values = allocate::room(width * depth, "a transposed tensor")?;
                 for row in 0..depth {
                     values.extend(self.file_row(piece, which * depth + row)?);
                 }

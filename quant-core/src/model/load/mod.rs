@@ -29,6 +29,8 @@ pub struct Model {
     /// The preparation of the model, and the tensors that it changed.
     prepared: Option<(Preparation, BTreeSet<String>)>,
     untied_by_preparation: bool,
+    /// Whether the checkpoint stores a head that differs from the embedding, although its configuration ties them.
+    keeps_own_head: bool,
     kv: Option<KvScheme>,
     /// The `quant_method` of the checkpoint, if the model is its [dequantized](Self::dequantized) form.
     source_method: Option<String>,
@@ -117,10 +119,13 @@ impl Model {
             quantization,
             prepared,
             untied_by_preparation,
+            keeps_own_head: false,
             kv,
             source_method,
         };
+        let is_tied = model.architecture.tied;
         model.architecture.tied = model.shares_head()?;
+        model.keeps_own_head = is_tied && !model.architecture.tied;
         model.check()?;
         Ok(model)
     }
@@ -143,6 +148,7 @@ impl Model {
             quantization,
             prepared,
             untied_by_preparation,
+            keeps_own_head: self.keeps_own_head,
             kv,
             source_method,
         };
@@ -161,6 +167,7 @@ impl Model {
             quantization: None,
             prepared: self.prepared.clone(),
             untied_by_preparation: self.untied_by_preparation,
+            keeps_own_head: self.keeps_own_head,
             kv: self.kv,
             source_method: self.source_method.clone(),
         }
@@ -175,6 +182,7 @@ impl Model {
         let Some(method) = self.quantization.as_ref().map(|q| q.method.clone()) else { return Ok(self) };
         // The scales of an FP8 cache are dropped together with those of the weights.
         let kv = self.kv.filter(|kv| *kv != KvScheme::Kvf8);
+        let keeps_own_head = self.keeps_own_head;
         let (architecture, path) = (self.architecture.clone(), self.path.clone());
         let source: Arc<dyn TensorSource> = Arc::new(Dequantized::new(self)?);
         let (quantization, prepared, untied_by_preparation, source_method) =
@@ -186,12 +194,25 @@ impl Model {
             quantization,
             prepared,
             untied_by_preparation,
+            keeps_own_head,
             kv,
             source_method,
         };
         model.architecture.tied = model.shares_head()?;
         model.check()?;
         Ok(model)
+    }
+
+    /// A warning if the stored head is used although the configuration ties it to the embedding.
+    pub(crate) fn head_note(&self) -> Option<String> {
+        self.keeps_own_head.then(|| {
+            format!(
+                "{} ties the head to the embedding, but `{}` is stored and differs: the stored head is used, as \
+                loaders do",
+                self.path.display(),
+                self.head_weight()
+            )
+        })
     }
 
     /// The parts of the checkpoint's quantization that are [not followed](PackedReader::notes).

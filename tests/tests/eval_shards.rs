@@ -1,0 +1,135 @@
+//! `quant eval --shards`: shards that several processes measure give the same result as one process, bit for bit.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use quant_tests::program::{Run, Running, Signal, command, command_that_hangs_up, quant};
+use quant_tests::refusal::check_message;
+use quant_tests::{args, demo_model};
+use serde_json::{Value, json};
+
+/// Several batches of windows, the last of which is not full.
+const TEXT: [&str; 6] = ["--text", "builtin-heldout", "--window", "64", "--windows", "75"];
+
+struct Bench {
+    scratch: tempfile::TempDir,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let scratch = tempfile::tempdir().unwrap();
+        let rtn = args!["quantize", demo_model(), "-o", scratch.path().join("w3"), "--method", "rtn"];
+        quant(rtn.into_iter().chain(args!["--scheme", "w3a16-g64-sym"])).succeeded();
+        Self { scratch }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
+    }
+
+    fn arguments(&self, options: &[OsString]) -> Vec<OsString> {
+        let eval = args!["eval", self.at("w3")].into_iter().chain(TEXT.map(Into::into));
+        eval.chain(options.iter().cloned()).collect()
+    }
+
+    fn eval(&self, options: &[OsString]) -> Run {
+        quant(self.arguments(options))
+    }
+}
+
+/// A result without its timing.
+fn numbers(run: Run) -> Value {
+    let mut result = run.json();
+    for key in ["seconds", "tokens_per_second", "sha256"] {
+        assert!(result.as_object_mut().unwrap().remove(key).is_some(), "{key}");
+    }
+    result
+}
+
+fn journals(directory: &Path) -> usize {
+    std::fs::read_dir(directory).unwrap().count()
+}
+
+#[test]
+fn shards_give_the_result_of_one_process() {
+    let bench = Bench::new();
+    let kept = bench.at("kept");
+    quant(args!["eval", demo_model(), "--save-reference", &kept].into_iter().chain(TEXT.map(Into::into)))
+        .succeeded();
+    for (name, reference) in [
+        ("alone", args![]),
+        ("model", args!["--reference", demo_model()]),
+        ("stored", args!["--reference", &kept]),
+    ] {
+        let whole = bench.eval(&[reference.clone(), args!["--json"]].concat());
+        let directory = bench.at(name);
+        let shards = args!["--shards", &directory];
+        let merge = || bench.eval(&[reference.clone(), shards.clone(), args!["--json"]].concat());
+        let shard = |shard: &str| [reference.clone(), shards.clone(), args!["--shard", shard]].concat();
+
+        let none = bench.eval(&[reference.clone(), shards.clone()].concat());
+        assert_ne!(none.code(), Some(0), "{name}: {none}");
+        let first = bench.eval(&[shard("1/3"), args!["--json"]].concat()).json();
+        assert_eq!((&first["first_window"], &first["end_window"]), (&json!(32), &json!(64)), "{name}");
+        let early = merge();
+        check_message(name, &early, 5, &["2 shards not finished: 0/3, 2/3", "--shard"]);
+        let others = ["0/3", "2/3"].map(|i| Running::start(command(bench.arguments(&shard(i)))));
+        others.into_iter().for_each(|run| drop(run.wait().succeeded()));
+        assert_eq!(journals(&directory), 3);
+        assert_eq!(numbers(merge()), numbers(whole), "{name}");
+        // A shard that is finished is not measured again.
+        let again = bench.eval(&[shard("0/3"), args!["--json"]].concat()).json();
+        assert_eq!((&again["known"], &again["of_windows"]), (&json!(32), &json!(75)));
+    }
+}
+
+#[test]
+fn an_interrupted_shard_resumes() {
+    let bench = Bench::new();
+    let (directory, reference) = (bench.at("shards"), args!["--reference", demo_model()]);
+    let shard = [reference.clone(), args!["--shards", &directory, "--shard", "0/1"]].concat();
+    let journal = directory.join("0-of-1.journal");
+    let mut run = Running::start(command_that_hangs_up(bench.arguments(&shard)));
+    let lines = || std::fs::read_to_string(&journal).unwrap_or_default().lines().count();
+    assert!(run.wait_until(|| lines() > 1), "{}", run.wait());
+    run.signal(Signal::KILL);
+    run.wait();
+    let resumed = bench.eval(&shard).succeeded();
+    assert!(resumed.stderr.contains("of 75 windows have already been measured"), "{resumed}");
+    let merged = bench.eval(&[reference.clone(), args!["--shards", &directory, "--json"]].concat());
+    let whole = bench.eval(&[reference, args!["--json"]].concat());
+    assert_eq!(numbers(merged), numbers(whole));
+}
+
+#[test]
+fn shards_of_other_evaluations_are_refused() {
+    let bench = Bench::new();
+    let directory = bench.at("shards");
+    let shards = args!["--shards", &directory];
+    let shard = |i: &str| bench.eval(&[shards.clone(), args!["--shard", i]].concat());
+    // Two batches and a rest make three shards at most; the others have nothing to do.
+    let empty = shard("0/5").succeeded();
+    assert!(empty.stdout.contains("no windows belong to this one"), "{empty}");
+    for i in ["1/5", "3/5", "4/5"] {
+        shard(i).succeeded();
+    }
+    quant(bench.arguments(&shards)).succeeded();
+
+    let other = bench.eval(&[shards.clone(), args!["--reference", demo_model()]].concat());
+    check_message("with a reference", &other, 2, &["the journal of a different evaluation"]);
+    let other = bench.eval(&[shards.clone(), args!["--kv", "4"]].concat());
+    check_message("another cache", &other, 2, &["the journal of a different evaluation"]);
+    shard("0/2").succeeded();
+    let mixed = quant(bench.arguments(&shards));
+    check_message("mixed", &mixed, 2, &["of 2 and 5 shards"]);
+
+    for (name, options, parts) in [
+        ("no directory", args!["--shard", "0/2"], vec!["--shards"]),
+        ("no such shard", args!["--shards", &directory, "--shard", "2/2"], vec!["expected I/N"]),
+        ("a journal", args!["--shards", &directory, "--journal", bench.at("j")], vec!["cannot be used with"]),
+        ("in the model", args!["--shards", bench.at("w3/shards"), "--shard", "0/2"], vec!["w3"]),
+    ] {
+        check_message(name, &bench.eval(&options), 2, &parts);
+    }
+    assert!(!bench.at("w3/shards").exists());
+}
