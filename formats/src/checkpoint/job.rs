@@ -255,13 +255,15 @@ fn foreign_entry(path: &Path) -> io::Result<Option<String>> {
     Ok(unlocked.filter(|_| !locked).map(|holds| format!("{holds}, but not the lock file of a run")))
 }
 
-/// Whether a file is empty or contains a process number, as a lock does.
+/// Whether a file is empty or contains a process number, as a lock does. The number is not synced, so after a loss of
+/// power, it may be zeros.
 fn is_lock(path: &Path) -> io::Result<bool> {
     let metadata = path.symlink_metadata()?;
     if !metadata.is_file() || metadata.len() > LOCK_BYTES {
         return Ok(false);
     }
-    Ok(std::fs::read(path)?.trim_ascii_end().iter().all(u8::is_ascii_digit))
+    let bytes = std::fs::read(path)?;
+    Ok(bytes.iter().all(|byte| *byte == 0) || bytes.trim_ascii_end().iter().all(u8::is_ascii_digit))
 }
 
 /// The process that holds a lock. It writes its number after taking the lock, so an empty file is read again.
