@@ -112,6 +112,42 @@ pub fn job_record(data: &[u8]) {
     });
 }
 
+/// The tokens of a job, under the name that their hash requires: other tokens than those of the job are refused.
+///
+/// # Panics
+/// If a property does not hold.
+pub fn job_tokens(data: &[u8]) {
+    let bench = Bench::shared().lock().unwrap_or_else(PoisonError::into_inner);
+    let name = serde_json::from_str::<serde_json::Value>(&bench.record).expect("a record")["windows"]
+        .as_str()
+        .expect("the job has tokens")
+        .to_owned();
+    let intact = std::fs::read(bench.store().join("inputs").join(&name)).expect("the tokens");
+    let (len, rest) = intact.split_first_chunk().expect("a safetensors file");
+    let len = usize::try_from(u64::from_le_bytes(*len)).expect("a short header");
+    let (header, values) = rest.split_at(len);
+    let header = text(data, &[std::str::from_utf8(header).expect("a header")]);
+    let framed = [&(header.len() as u64).to_le_bytes()[..], &header, values].concat();
+    for bytes in [data, &framed] {
+        let renamed = format!("windows-{}.safetensors", &sha256_hex(bytes)[..32]);
+        in_directory(|directory| {
+            let store = directory.join("with-tokens");
+            std::fs::create_dir_all(store.join("inputs")).expect("a directory");
+            let path = store.join("inputs").join(&renamed);
+            std::fs::write(&path, bytes).expect("a file");
+            std::fs::write(store.join("job.json"), bench.record.replace(&name, &renamed)).expect("a file");
+            let opened =
+                with_host(bench.directory.path(), |host| UnitJob::open(&store, None, host).map(drop));
+            std::fs::remove_file(path).expect("the file was written");
+            if let Err(error) = &opened {
+                let code = error.category().exit_code();
+                assert!([2, 4].contains(&code), "{error}");
+            }
+            assert!(opened.is_ok() || bytes != intact, "the tokens of the job were refused");
+        });
+    }
+}
+
 /// The result of a unit: a damaged one is computed again, byte for byte, or is an error.
 ///
 /// # Panics

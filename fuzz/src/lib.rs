@@ -24,6 +24,7 @@ mod kernels;
 mod kernels_floats;
 mod parsers;
 mod texts;
+mod written;
 
 pub use attention::attention;
 pub use c_abi::{c_abi, c_hadamard};
@@ -31,19 +32,20 @@ pub use c_attention::c_attention;
 pub use checkpoint_files::checkpoint_files;
 pub use float_files::float_files;
 pub use gguf::gguf;
-pub use job_files::{job_record, unit_files};
+pub use job_files::{job_record, job_tokens, unit_files};
 pub use kernels::{pack, packed, round_trip};
 pub use kernels_floats::floating_point;
 pub use parsers::{
     channel_maxima, eval_journal, gate_policy, imatrix, model_config, recipe, results, safetensors,
     shard_index, stored_reference, text_lines, write_journal,
 };
+pub use written::{manifest, quant_report, tokenizer_settings};
 
 /// A target.
 pub type Target = fn(&[u8]);
 
 /// All targets by name.
-pub const TARGETS: [(&str, Target); 25] = [
+pub const TARGETS: [(&str, Target); 29] = [
     ("attention", attention),
     ("c_abi", c_abi),
     ("c_attention", c_attention),
@@ -57,9 +59,12 @@ pub const TARGETS: [(&str, Target); 25] = [
     ("gguf", gguf),
     ("imatrix", imatrix),
     ("job_record", job_record),
+    ("job_tokens", job_tokens),
+    ("manifest", manifest),
     ("model_config", model_config),
     ("pack", pack),
     ("packed", packed),
+    ("quant_report", quant_report),
     ("recipe", recipe),
     ("results", results),
     ("round_trip", round_trip),
@@ -67,6 +72,7 @@ pub const TARGETS: [(&str, Target); 25] = [
     ("shard_index", shard_index),
     ("stored_reference", stored_reference),
     ("text_lines", text_lines),
+    ("tokenizer_settings", tokenizer_settings),
     ("unit_files", unit_files),
     ("write_journal", write_journal),
 ];

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use quant_fuzz::TARGETS;
 
 /// They see an eighth of the inputs.
-const SLOW: [&str; 2] = ["unit_files", "write_journal"];
+const SLOW: [&str; 3] = ["job_tokens", "unit_files", "write_journal"];
 
 proptest! {
     #[test]

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 
+use crate::support::shell::{cargo, run as execute};
 use crate::support::steps::Steps;
 use crate::{
     bench_awq_memory, bench_rtn, book, ci, crash_points, cuda, dist, fuzz, interop, outside, publish,
@@ -11,7 +12,7 @@ use crate::{
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, crash-points, bench-rtn, bench-awq-memory
+    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, ray, crash-points, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -49,6 +50,10 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("no-features", outside::without_features);
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300, total: Some(3600) }));
+    steps.step("ray", || {
+        execute(&mut cargo(&["build", "--workspace", "--locked"]))?;
+        interop::script("tests/ray/check.sh", &[])
+    });
     steps.step("crash-points", || {
         crash_points::run(&crash_points::Args {
             every: 1,

@@ -101,6 +101,10 @@ const MINISTRAL3: &[&str] = &["ministral3"];
 const BY_MODULE: &[&str] = &[COMPRESSED_TENSORS];
 /// Families whose configuration class is code that comes with the model, so engines need `--trust-remote-code`.
 const REMOTE: &[&str] = &["internlm2"];
+/// Families whose attention uses the keys that an indexer selects.
+const INDEXED: &[&str] = &["deepseek_v32", "glm_moe_dsa"];
+const INDEXED_NOT_CHECKED: Has =
+    Has::Unsure("whether it loads quantized models with an indexer was not checked");
 /// The rules for experts decide, not the model.
 const EXPERTS: &[&str] = &["mixtral", "qwen3_moe"];
 /// transformers ran these with compressed-tensors checkpoints only.
@@ -274,6 +278,7 @@ const DIFFERENT_ON_CPU: &[&str] = &["deepseek_v3", "ernie4_5_moe"];
 const MINIMAX: &[&str] = &["minimax_m2"];
 
 pub(super) const VLLM_CUDA: &[Fact] = &[
+    fact(INDEXED, INDEXED_NOT_CHECKED, Basis::NotChecked),
     fact(MINIMAX, Has::With(families::experts_by_class), Basis::Read).on(CPU_BUILD, NEWER),
     fact(GPT_OSS, EXPERTS_BY_OTHER_NAMES, Basis::Read),
     fact(&["granitemoe"], GRANITE_BY_OTHER_NAMES, Basis::Read).on(VLLM, REGISTRIES),
@@ -301,6 +306,7 @@ pub(super) const VLLM_CUDA: &[Fact] = &[
 ];
 
 pub(super) const VLLM_CPU: &[Fact] = &[
+    fact(INDEXED, INDEXED_NOT_CHECKED, Basis::NotChecked),
     fact(MINIMAX, Has::With(families::experts_by_class), Basis::Run).on(CPU_BUILD, NEWER),
     fact(
         DIFFERENT_ON_CPU,
@@ -402,6 +408,7 @@ const UNNAMED_IN_SGLANG: &[&str] = &["phi", "falcon_h1"];
 const NOT_IN_SGLANG: &[&str] = &["smollm3", "seed_oss", "olmo3", "glm", "gpt_neox", "bloom", "ernie4_5"];
 
 pub(super) const SGLANG: &[Fact] = &[
+    fact(INDEXED, INDEXED_NOT_CHECKED, Basis::NotChecked),
     fact(EXPERTS_IN_SGLANG, Has::Yes, Basis::Read).on(SGL, NEWER),
     fact(LATENT_IN_SGLANG, Has::With(super::sglang::latent), Basis::Read).within(BY_MODULE).on(SGL, NEWER),
     fact(LATENT_IN_SGLANG, Has::With(super::sglang::latent_gptq), Basis::Read).within(&[GPTQ]).on(SGL, NEWER),
@@ -477,6 +484,7 @@ const SCALED_ACTIVATIONS: &[&str] = &["starcoder2", "gpt_neox", "bloom"];
 const TRANSFORMERS_5: &str = "5.23.0";
 
 pub(super) const TRANSFORMERS: &[Fact] = &[
+    fact(INDEXED, Has::Yes, Basis::Run).on(TRANSFORMERS_5, "2026-11-27"),
     fact(
         &["gpt_oss", "granitemoe", "Qwen3VLMoeForConditionalGeneration"],
         Has::No("it does not support separately stored experts for this model"),

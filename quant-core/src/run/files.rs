@@ -1,6 +1,6 @@
 //! Files that a run writes besides its checkpoint.
 
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use crate::{Error, Result, system};
@@ -16,17 +16,27 @@ pub fn check_writable(path: &Path) -> Result<()> {
             "use a regular file",
         ));
     }
-    // Opened without truncation, so that an existing file survives if the work fails.
-    let new = !path.exists();
-    std::fs::OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(path)
-        .map_err(|e| Error::io("write", path, e))?;
-    if new {
-        std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
+    let fault = |e| Error::io("write", path, e);
+    if path.exists() {
+        // Opened without truncation, so that the file survives if the work fails.
+        return std::fs::OpenOptions::new().append(true).open(path).map(drop).map_err(fault);
     }
-    Ok(())
+    match path.symlink_metadata() {
+        Err(e) if e.kind() != ErrorKind::NotFound => return Err(fault(e)),
+        _ if system::path_bytes(path).ends_with(b"/") => return Err(fault(ErrorKind::IsADirectory.into())),
+        _ => {}
+    }
+    // An empty file under the name itself would remain if the program were killed here, and be taken for a result.
+    let probe = parent_of(path).join(format!(".tmp{}", std::process::id()));
+    match std::fs::OpenOptions::new().write(true).create_new(true).open(&probe) {
+        Ok(_) => std::fs::remove_file(&probe).map_err(|e| Error::io("remove", probe, e)),
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(()),
+        Err(e) => Err(fault(e)),
+    }
+}
+
+fn parent_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Writes a file completely or leaves the existing one unchanged, also at a power loss. Devices and pipes are written
@@ -41,7 +51,7 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     if target.metadata().is_ok_and(|m| !m.is_file()) {
         return std::fs::write(&target, bytes).map_err(fault);
     }
-    let directory = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory = parent_of(&target);
     let mut file = tempfile::NamedTempFile::new_in(directory).map_err(fault)?;
     file.write_all(bytes).and_then(|()| file.as_file().sync_all()).map_err(fault)?;
     // Temporary files are readable only by their owner; results should not be.
@@ -53,8 +63,7 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Resolves a path, which need not exist.
 fn real(path: &Path) -> PathBuf {
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let through_parent = || Some(parent.canonicalize().ok()?.join(path.file_name()?));
+    let through_parent = || Some(parent_of(path).canonicalize().ok()?.join(path.file_name()?));
     path.canonicalize().ok().or_else(through_parent).unwrap_or_else(|| path.to_owned())
 }
 
@@ -97,4 +106,25 @@ pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()>
         taken.push(real(path));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_that_cannot_be_written_are_noticed_and_nothing_is_left() {
+        let scratch = tempfile::tempdir().unwrap();
+        let at = |name: &str| scratch.path().join(name);
+        std::fs::write(at("old"), "old").unwrap();
+        for fine in ["old", "new"] {
+            check_writable(&at(fine)).unwrap();
+        }
+        for wrong in ["", "new/", "missing/new", "old/new", &"n".repeat(300)] {
+            let error = check_writable(&at(wrong)).unwrap_err();
+            assert!(matches!(error, Error::Io { .. }), "{wrong}: {error}");
+        }
+        assert_eq!(std::fs::read(at("old")).unwrap(), b"old");
+        assert_eq!(std::fs::read_dir(scratch.path()).unwrap().count(), 1);
+    }
 }

@@ -61,7 +61,10 @@ enum Operation {
         of: Option<Inode>,
     },
     /// Changes the size of a file, which loses nothing that matters here.
-    Resize(PathBuf),
+    Resize {
+        path: PathBuf,
+        grows: bool,
+    },
 }
 
 impl Operation {
@@ -72,16 +75,19 @@ impl Operation {
                 format!("write of {len} bytes at {offset}: {}", path.display())
             }
             Self::Sync { path, .. } => format!("sync: {}", path.display()),
-            Self::Resize(path) => format!("resize: {}", path.display()),
+            Self::Resize { path, .. } => format!("resize: {}", path.display()),
         }
     }
 
     fn needs_space(&self) -> bool {
-        !matches!(
-            self,
-            Self::Sync { .. }
-                | Self::Names(Names::Remove(_) | Names::RemoveDirectory(_) | Names::Exchange(..))
-        )
+        match self {
+            Self::Sync { .. } => false,
+            Self::Resize { grows, .. } => *grows,
+            Self::Names(names) => {
+                !matches!(names, Names::Remove(_) | Names::RemoveDirectory(_) | Names::Exchange(..))
+            }
+            Self::Write { .. } => true,
+        }
     }
 }
 
@@ -246,7 +252,7 @@ impl Tracer<'_> {
         }
         let fails = match fault {
             Fault::Fails => is_here.then_some(match operation.needs_space() {
-                true if number % 2 == 0 => libc::ENOSPC,
+                true if number.is_multiple_of(2) => libc::ENOSPC,
                 _ => libc::EIO,
             }),
             Fault::DiskFull if is_here && is_write(registers.orig_rax) && registers.rdx > 1 => {
@@ -273,7 +279,7 @@ impl Tracer<'_> {
                 Inside::Change(self.disk.data(&opened, offset, len)?, true)
             }
             Operation::Sync { of, .. } => Inside::Sync(of, self.disk.sync()),
-            Operation::Write { .. } | Operation::Resize(_) => Inside::Nothing,
+            Operation::Write { .. } | Operation::Resize { .. } => Inside::Nothing,
         };
         Ok(match (is_here, fault) {
             (true, Fault::PowerLoss { after: true }) => (Inside::Last(Box::new(inside)), false),
@@ -336,7 +342,11 @@ impl Tracer<'_> {
         }
         Ok(Some(match number {
             libc::SYS_fsync | libc::SYS_fdatasync => Operation::Sync { of: inode(&opened), path },
-            libc::SYS_ftruncate | libc::SYS_fallocate => Operation::Resize(path),
+            libc::SYS_ftruncate => {
+                let grows = fs::metadata(&opened)?.len() < b;
+                Operation::Resize { path, grows }
+            }
+            libc::SYS_fallocate => Operation::Resize { path, grows: true },
             _ => {
                 let offset = match at {
                     Some(offset) => offset,

@@ -132,9 +132,9 @@ pub fn simulate(tasks: &[Task], cluster: &Cluster, seed: u64) -> Outcome {
         outcome: Outcome::default(),
         busy: 0.0,
     };
-    for task in 0..tasks.len() {
-        if tasks[task].needs.is_empty() {
-            run.add_ready(task);
+    for (index, task) in tasks.iter().enumerate() {
+        if task.needs.is_empty() {
+            run.add_ready(index);
         }
     }
     while run.taken.len() < tasks.len() {

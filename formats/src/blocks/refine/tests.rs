@@ -131,9 +131,10 @@ fn values_whose_scale_overflows_are_not_finite() {
                 kind.decode(&bytes, &mut back);
                 back
             };
-            let held = back(0.99 * limit);
+            // Between the magnitudes of the last levels on both sides, it depends on the sign that the search prefers.
+            let held = back(0.7 * limit);
             assert!(held.iter().all(|v| v.is_finite()), "{kind:?}, {limit}");
-            assert!((held[70] / limit - 1.0).abs() < 0.2, "{kind:?}, {limit}: {}", held[70]);
+            assert!((held[70] / (0.7 * limit) - 1.0).abs() < 0.2, "{kind:?}, {limit}: {}", held[70]);
             assert!(!back(1.01 * limit).iter().all(|v| v.is_finite()), "{kind:?}, {limit}");
         }
     }
