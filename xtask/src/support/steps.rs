@@ -8,6 +8,9 @@ use anyhow::{Result, bail};
 use super::measure::children_cpu_time;
 use super::shell::Held;
 
+/// What a step does.
+type Action = fn() -> Result<()>;
+
 /// Runs steps in sequence. If one fails, the others still run.
 #[derive(Debug, Default)]
 pub struct Steps {
@@ -65,7 +68,7 @@ impl Steps {
     }
 
     /// Runs one of these steps, by turns: one a day. Any of them runs if it is chosen by name.
-    pub fn by_turns(&mut self, steps: &[(&str, fn() -> Result<()>)]) {
+    pub fn by_turns(&mut self, steps: &[(&str, Action)]) {
         let days = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs() / (24 * 60 * 60);
         let turn = days as usize % steps.len();
         for (at, (name, action)) in steps.iter().enumerate() {
@@ -135,7 +138,7 @@ mod tests {
         fn fine() -> Result<()> {
             Ok(())
         }
-        let turns: [(&str, fn() -> Result<()>); 2] = [("a", fine), ("b", fine)];
+        let turns: [(&str, Action); 2] = [("a", fine), ("b", fine)];
         let run = |only: &[String]| {
             let mut steps = Steps::new(only);
             steps.by_turns(&turns);
