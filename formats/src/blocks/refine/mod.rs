@@ -97,6 +97,10 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
             Steps::Minimum { top } => minimum::fields(top, grid, scaled, own, half),
         },
     );
+    if fields.d == 0.0 && max >= 1.0 && matches!(grid.scales, Scales::Multiples) {
+        // Every candidate overflowed; none of such values is so small that its scale is zero.
+        return zero(grid, f32::INFINITY);
+    }
     fields.d *= power;
     fields.dmin *= power;
     for (e, x) in x.iter().enumerate() {
