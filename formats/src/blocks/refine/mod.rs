@@ -19,7 +19,7 @@ mod tests;
 
 use half::f16;
 
-use super::grid::{Even, Fields, Fp4, Grid, MAX_CODES, Steps, Ternary, Uneven};
+use super::grid::{Even, Fields, Fp4, Grid, MAX_CODES, Scales, Steps, Ternary, Uneven};
 use super::search::mean_square;
 use crate::vector::vectorized;
 
@@ -97,8 +97,9 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
             Steps::Minimum { top } => minimum::fields(top, grid, scaled, own, half),
         },
     );
-    if fields.d == 0.0 && max >= 1.0 && matches!(grid.scales, Scales::Multiples) {
-        // Every candidate overflowed; none of such values is so small that its scale is zero.
+    let is_large = max > f16::MAX.to_f32();
+    if is_large && fields.d == 0.0 && fields.dmin == 0.0 && matches!(grid.scales, Scales::Multiples) {
+        // Every candidate overflowed.
         return zero(grid, f32::INFINITY);
     }
     fields.d *= power;
