@@ -97,7 +97,7 @@ pub(super) fn block(grid: &Grid, x: &[f32], weights: &[f32]) -> Fields {
             Steps::Minimum { top } => minimum::fields(top, grid, scaled, own, half),
         },
     );
-    let is_large = max > f16::MAX.to_f32();
+    let is_large = max > f16::MAX.to_f32() / 2.0;
     if is_large && fields.d == 0.0 && fields.dmin == 0.0 && matches!(grid.scales, Scales::Multiples) {
         // Every candidate overflowed.
         return zero(grid, f32::INFINITY);
