@@ -219,6 +219,14 @@ pub fn cases() -> Vec<Case> {
         config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         config
     };
+    // A family with latent attention, compressed queries, and experts in every block.
+    let latent_experts = |name, architecture, changes| Case {
+        producers: latent(true),
+        unlike_kernels: true,
+        has_pairs: false,
+        not_rotated_for: Some(EXPERTS),
+        ..Case::new(name, architecture, changes)
+    };
     let yarn = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16 });
     let longrope = json!({
         "rope_type": "longrope", "original_max_position_embeddings": 16,
@@ -432,62 +440,36 @@ pub fn cases() -> Vec<Case> {
                 ),
             )
         },
-        Case {
-            producers: latent(true),
-            unlike_kernels: true,
-            has_pairs: false,
-            not_rotated_for: Some(EXPERTS),
-            ..Case::new(
-                "deepseek_v3",
-                "DeepseekV3ForCausalLM",
-                deepseek(json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "attention_bias": true,
-                                 "rope_scaling": { "type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
-                                                   "original_max_position_embeddings": 16 } })),
-            )
-        },
-        Case {
-            producers: latent(true),
-            unlike_kernels: true,
-            has_pairs: false,
-            not_rotated_for: Some(EXPERTS),
-            ..Case::new(
-                "deepseek_v32",
-                "DeepseekV32ForCausalLM",
-                deepseek(json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 2, "attention_bias": true,
-                            "index_n_heads": 3, "index_head_dim": 16,
-                            "rope_scaling": { "type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
-                                              "original_max_position_embeddings": 16 } })),
-            )
-        },
-        Case {
-            producers: latent(true),
-            unlike_kernels: true,
-            has_pairs: false,
-            not_rotated_for: Some(EXPERTS),
-            ..Case::new(
-                "glm_moe_dsa",
-                "GlmMoeDsaForCausalLM",
-                deepseek(json!({ "q_lora_rank": 32, "mlp_layer_types": ["sparse", "sparse", "sparse"],
-                                 "indexer_types": ["full", "shared", "full"], "index_n_heads": 5, "index_head_dim": 12 })),
-            )
-        },
-        Case {
-            producers: latent(true),
-            unlike_kernels: true,
-            has_pairs: false,
-            not_rotated_for: Some(EXPERTS),
-            ..Case::new(
-                "mistral4",
-                "Mistral4ForCausalLM",
-                deepseek(
-                    json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5,
-                                 "rope_parameters": { "rope_type": "yarn", "factor": 4.0, "mscale": 1.0,
-                                                      "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3,
-                                                      "partial_rotary_factor": 8.0 / 24.0,
-                                                      "original_max_position_embeddings": 16 } }),
-                ),
-            )
-        },
+        latent_experts(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            deepseek(json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "attention_bias": true,
+                             "rope_scaling": { "type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+                                               "original_max_position_embeddings": 16 } })),
+        ),
+        latent_experts(
+            "deepseek_v32",
+            "DeepseekV32ForCausalLM",
+            deepseek(json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 2, "attention_bias": true,
+                        "index_n_heads": 3, "index_head_dim": 16,
+                        "rope_scaling": { "type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+                                          "original_max_position_embeddings": 16 } })),
+        ),
+        latent_experts(
+            "glm_moe_dsa",
+            "GlmMoeDsaForCausalLM",
+            deepseek(json!({ "q_lora_rank": 32, "mlp_layer_types": ["sparse", "sparse", "sparse"],
+                             "indexer_types": ["full", "shared", "full"], "index_n_heads": 5, "index_head_dim": 12 })),
+        ),
+        latent_experts(
+            "mistral4",
+            "Mistral4ForCausalLM",
+            deepseek(json!({ "q_lora_rank": 32, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5,
+                             "rope_parameters": { "rope_type": "yarn", "factor": 4.0, "mscale": 1.0,
+                                                  "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3,
+                                                  "partial_rotary_factor": 8.0 / 24.0,
+                                                  "original_max_position_embeddings": 16 } })),
+        ),
         Case {
             producers: llama4(),
             unlike_kernels: true,
@@ -604,17 +586,11 @@ pub fn cases() -> Vec<Case> {
                                  "topk_group": 1, "routed_scaling_factor": 1.5 })),
             )
         },
-        Case {
-            producers: latent(true),
-            unlike_kernels: true,
-            has_pairs: false,
-            not_rotated_for: Some(EXPERTS),
-            ..Case::new(
-                "glm4_moe_lite",
-                "Glm4MoeLiteForCausalLM",
-                deepseek(json!({ "q_lora_rank": 32, "mlp_layer_types": ["sparse", "sparse", "sparse"] })),
-            )
-        },
+        latent_experts(
+            "glm4_moe_lite",
+            "Glm4MoeLiteForCausalLM",
+            deepseek(json!({ "q_lora_rank": 32, "mlp_layer_types": ["sparse", "sparse", "sparse"] })),
+        ),
         Case {
             producers: plain(),
             not_rotated_for: Some(MEAN),

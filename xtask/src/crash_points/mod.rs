@@ -130,19 +130,15 @@ impl Bench {
             }
         };
         let bench = Self { quant, directory };
-        let shape = Shape {
-            layers: 2,
-            hidden: 128,
-            intermediate: 256,
-            heads: 4,
-            kv_heads: 2,
-            head_dim: 32,
-            vocab: 288,
-            tied: false,
-        };
         let [out, other] = ["model", "other"].map(|name| bench.at(name));
         for (out, seed) in [(out, 1), (other, 2)] {
-            synth::write(&synth::Args { out, shape, dtype: Float::Bf16, seed, shard_bytes: 1 << 30 })?;
+            synth::write(&synth::Args {
+                out,
+                shape: Shape::TINY,
+                dtype: Float::Bf16,
+                seed,
+                shard_bytes: 1 << 30,
+            })?;
         }
         let text: String = (0..3000_usize).map(|i| format!("w{} ", i * i % 61)).collect();
         fs::write(bench.at("text"), text)?;

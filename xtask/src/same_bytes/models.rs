@@ -88,16 +88,7 @@ pub fn write_texts(dir: &Path) -> Result<[PathBuf; 3]> {
 }
 
 /// The sizes of most models.
-const DEFAULT: Shape = Shape {
-    layers: 2,
-    hidden: 128,
-    intermediate: 256,
-    heads: 4,
-    kv_heads: 2,
-    head_dim: 32,
-    vocab: 288,
-    tied: false,
-};
+const DEFAULT: Shape = Shape::TINY;
 
 fn models() -> Vec<Tiny> {
     let (f16, bf16, f32) = (Float::F16, Float::Bf16, Float::F32);

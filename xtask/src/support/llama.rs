@@ -41,6 +41,18 @@ const BEGIN_OF_TEXT: usize = 256;
 const END_OF_TEXT: usize = 257;
 
 impl Shape {
+    /// A model that any method quantizes in a moment.
+    pub const TINY: Self = Self {
+        layers: 2,
+        hidden: 128,
+        intermediate: 256,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 32,
+        vocab: 288,
+        tied: false,
+    };
+
     /// Fails if these sizes do not form a Llama model.
     pub fn check(&self) -> Result<()> {
         let sizes = [self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim];
