@@ -150,8 +150,8 @@ fn checksum(window: usize, line: &str) -> String {
 fn other(path: &Path, what: &str) -> Error {
     Error::usage(
         format!("{} is {what}", path.display()),
-        "remove the file, or set ‹journal› to a different file; a journal can be continued only with the options that \
-         it was created with",
+        "remove the file, or set ‹journal› or ‹shards› to a different place; an evaluation can be continued only with \
+         the options that it was begun with",
     )
 }
 

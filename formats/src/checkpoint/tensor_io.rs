@@ -172,6 +172,11 @@ pub trait TensorSink: Send {
     /// When the tensor has no spec, the bytes exceed it or leave a gap, or writing fails.
     fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> Result<()>;
 
+    /// Whether a later run may continue with what is committed here.
+    fn is_resumable(&self) -> bool {
+        true
+    }
+
     /// Stores a record with the tensors, so that a resumed run can report the results of an earlier one. It becomes
     /// durable with the next [`commit`](Self::commit). A sink that cannot be resumed need not store records.
     ///

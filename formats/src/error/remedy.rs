@@ -92,13 +92,12 @@ impl Error {
                     .into()
             }
             Self::Text { line: Some(_), .. } => {
-                "correct this line: every line must be a JSON object of at most 64 MiB with a field `text` or, for \
-                calibration, `messages`"
+                "correct this line: every line must be a JSON object of at most 64 MiB with a field `text` or \
+                `messages`"
                     .into()
             }
             Self::Text { .. } => {
-                "give a text of at most 1 GiB: UTF-8, or JSONL whose lines have a field `text` or, for calibration, \
-                `messages`"
+                "give a text of at most 1 GiB: UTF-8, or JSONL whose lines have a field `text` or `messages`"
                     .into()
             }
             Self::NameTaken { .. } => {

@@ -46,13 +46,17 @@ pub fn show(result: &Evaluation) -> String {
     };
     let cache =
         cache_of(",", Some(&result.model)) + &cache_of("; the reference with", result.reference.as_ref());
+    // Nothing was measured if the results are those of shards.
+    let rate = match result.tokens_per_second {
+        0.0 => String::new(),
+        rate => format!(", {rate:.0} tokens/s"),
+    };
     text.push_str(&format!(
-        "\n{} on {}: {} in {}, {:.0} tokens/s; weights of {}{cache}\n",
+        "\n{} on {}: {} in {}{rate}; weights of {}{cache}\n",
         result.profile,
         Path::new(&result.text.name).display(),
         counted(result.tokens_scored, "token"),
         counted(result.windows, "window"),
-        result.tokens_per_second,
         bytes(result.model.size_bytes),
     ));
     text

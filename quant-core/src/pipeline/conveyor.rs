@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::Job;
 use super::decision::Decision;
@@ -63,6 +63,8 @@ pub(super) struct Conveyor<'a, 'j> {
     spare: Vec<u8>,
     /// The time of the last commit, and how long it took.
     committed: (Instant, Duration),
+    /// The span in which tensors were committed before its end.
+    begun: Option<usize>,
     /// The largest magnitudes of linears that share a scale.
     shared: BTreeMap<String, f32>,
 }
@@ -77,6 +79,7 @@ struct PendingWrite {
 /// The end of a span. `layer` is its block, if the span is one.
 #[derive(Clone, Copy)]
 struct SpanEnd {
+    span: usize,
     layer: Option<usize>,
 }
 
@@ -98,6 +101,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             pending,
             spare,
             committed,
+            begun: None,
             shared,
         })
     }
@@ -134,17 +138,17 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         work: &SpanWork<'_>,
         horizon: usize,
     ) -> Result<()> {
-        let (span, horizon) = (self.spans[span].clone(), self.spans[horizon].end);
-        if span.is_empty() {
+        let (entries, horizon) = (self.spans[span].clone(), self.spans[horizon].end);
+        if entries.is_empty() {
             return Ok(());
         }
-        for i in span {
+        for i in entries {
             if !self.is_taken(i) {
                 let next = (i + 1..horizon).find(|&next| !self.is_taken(next));
-                self.entry(i, work, next)?;
+                self.entry(span, i, work, next)?;
             }
         }
-        self.end_span(SpanEnd { layer })
+        self.end_span(SpanEnd { span, layer })
     }
 
     /// Processes the entries of a span whose linears have been rounded.
@@ -153,22 +157,71 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let ready = |&i: &usize| !self.is_taken(i) && work.rounded(&entries[i]).is_some();
         let ready: Vec<usize> = self.spans[span].clone().filter(ready).collect();
         let nexts = ready.iter().skip(1).copied().map(Some).chain([None]);
-        ready.iter().zip(nexts).try_for_each(|(&i, next)| self.entry(i, work, next))
+        ready.iter().zip(nexts).try_for_each(|(&i, next)| self.entry(span, i, work, next))
     }
 
     fn is_taken(&self, index: usize) -> bool {
         self.tensors[index].is_some() || self.pending.as_ref().is_some_and(|b| b.index == index)
     }
 
-    fn entry(&mut self, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<()> {
+    fn entry(&mut self, span: usize, index: usize, work: &SpanWork<'_>, next: Option<usize>) -> Result<()> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
         self.pending = Some(PendingWrite { index, tensor, end: None });
         let (last, cost) = self.committed;
         match last.elapsed() >= COMMIT_EVERY.max(SHARE_OF_RUN * cost) {
-            true => self.commit(),
+            true => self.commit_within(span, &work.held),
             false => Ok(()),
         }
+    }
+
+    /// Commits a part of a span. If results depend on other weights of the span, the hashes of all are recorded: a
+    /// resumed run must not mix results of different weights.
+    fn commit_within(&mut self, span: usize, held: &ReadWeights<'_>) -> Result<()> {
+        if !self.sink.is_resumable() {
+            return Ok(());
+        }
+        let started = Instant::now();
+        if self.begun != Some(span) && self.has_dependences(span) {
+            let hash = |i: usize| match &self.tensors[i] {
+                Some(report) => Ok(report.source_sha256.clone()),
+                None => held.peek_sha256(self.job, &self.job.plan.entries[i]),
+            };
+            let hashes = self.spans[span].clone().map(hash).collect::<Result<Vec<_>>>()?;
+            self.require_unchanged(span, &hashes)?;
+            self.sink.remember(&weights_of(span), &json!(hashes))?;
+        }
+        self.begun = Some(span);
+        self.sink.commit()?;
+        self.committed = (Instant::now(), started.elapsed());
+        Ok(())
+    }
+
+    /// Whether the results of a span depend on more than the weight that each is made of.
+    fn has_dependences(&self, span: usize) -> bool {
+        let shares = |entry: &PlanEntry| match &entry.action {
+            Action::Quantize { scheme, .. } => scheme.shares_over_tensor(),
+            _ => false,
+        };
+        self.job.plan.needs_blocks() || self.entries(span).iter().any(shares)
+    }
+
+    /// Compares the hashes of a span's weights with those of an interrupted run that committed a part of the span.
+    fn require_unchanged(&self, span: usize, hashes: &[String]) -> Result<()> {
+        let Some(Value::Array(known)) = self.sink.recall(&weights_of(span)) else { return Ok(()) };
+        let mut known = known.iter().map(Value::as_str);
+        match hashes.iter().position(|hash| known.next().flatten() != Some(hash)) {
+            Some(at) => Err(Error::InputChanged { tensor: self.entries(span)[at].tensor.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    fn commit_span(&mut self, span: usize) -> Result<()> {
+        let reports = self.tensors[self.spans[span].clone()].iter().flatten();
+        let hashes: Vec<String> = reports.map(|report| report.source_sha256.clone()).collect();
+        self.require_unchanged(span, &hashes)?;
+        self.begun = None;
+        self.commit()
     }
 
     fn commit(&mut self) -> Result<()> {
@@ -178,8 +231,11 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(())
     }
 
-    /// Keeps what was written before the run was interrupted, as far as possible.
+    /// Keeps what was written of a block before the run was interrupted, if a part of it was committed already.
     pub(super) fn keep(&mut self) {
+        if self.begun.is_none() {
+            return;
+        }
         let kept = self.drain().and_then(|()| self.commit());
         if let Err(error) = kept {
             tracing::warn!("the last results are lost: {error}");
@@ -262,7 +318,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             pending.end = Some(end);
             return Ok(());
         }
-        self.commit()?;
+        self.commit_span(end.span)?;
         self.report_progress(Some(end));
         Ok(())
     }
@@ -284,11 +340,11 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         }
         self.sink.remember(&report.tensor, &json!(report))?;
         self.tensors[index] = Some(report);
-        if end.is_some() { self.commit() } else { Ok(()) }
+        end.map_or(Ok(()), |end| self.commit_span(end.span))
     }
 
     fn report_progress(&self, end: Option<SpanEnd>) {
-        if let Some(SpanEnd { layer: Some(layer) }) = end {
+        if let Some(SpanEnd { layer: Some(layer), .. }) = end {
             let container = self.job.plan.container.name();
             let detail = match self.is_shared {
                 true => format!("block {layer}, {container}"),
@@ -306,6 +362,11 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.report.finish(reports.collect::<Result<_>>()?);
         Ok(self.report)
     }
+}
+
+/// The key of the record with the hashes of a span's weights.
+fn weights_of(span: usize) -> String {
+    format!("weights of span {span}")
 }
 
 fn spans(plan: &Plan, layers: usize) -> Vec<Range<usize>> {

@@ -52,6 +52,14 @@ impl<'b> ReadWeights<'b> {
         Ok(sha256)
     }
 
+    /// The hash of an entry's bytes. Bytes in memory stay there.
+    pub(super) fn peek_sha256(&self, job: &Job<'_>, entry: &PlanEntry) -> Result<String> {
+        match self.peek(&entry.stored) {
+            Some(bytes) => Ok(sha256_hex(&*bytes)),
+            None => self.sha256(job, entry),
+        }
+    }
+
     pub(super) fn peek(&self, name: &str) -> Option<Bytes> {
         self.weights.get(name)?.held().map(Bytes::Held)
     }

@@ -157,6 +157,10 @@ impl TensorSink for UnitSink {
         Ok(())
     }
 
+    fn is_resumable(&self) -> bool {
+        false
+    }
+
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
         self.records.insert(key.to_owned(), value.to_string().into());
         Ok(())
