@@ -242,8 +242,9 @@ fn killed_midway() {
 /// A run that is killed inside a block keeps the experts that were written.
 #[test]
 fn killed_between_experts() {
-    const GPTQ: [&str; 6] = ["--method", "gptq", "--samples", "2", "--seq-len", "128"];
-    const EXPERTS: u64 = 24;
+    const GPTQ: [&str; 8] = ["--method", "gptq", "--samples", "2", "--seq-len", "128", "--threads", "1"];
+    // Parts of a block are committed once a second.
+    const EXPERTS: u64 = 128;
     let scratch = tempfile::tempdir().unwrap();
     let (model, whole, out) =
         (scratch.path().join("model"), scratch.path().join("whole"), scratch.path().join("out"));
