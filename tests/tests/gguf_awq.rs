@@ -199,6 +199,8 @@ fn requests_that_awq_cannot_meet() {
         (&["--method", "smoothquant"][..], "`smoothquant` is not supported for GGUF files"),
         (&["--method", "rotate,awq"], "`rotate` does not take account of the scales of blocks"),
         (&["--method", "awq", "--scheme", "f16"], "the steps awq have no effect on F16"),
+        (&["--method", "awq", "--ignore", "*"], "the method has no effect: no weight of a block is rounded"),
+        (&["--method", "gptq", "--ignore", "*"], "the method has no effect: no weight of a block is rounded"),
         (&["--method", "awq", "--step", "awq.serch=fast"], "did you mean search?"),
         (&["--method", "awq", "--search", "best"], "unknown search"),
         (&["--method", "gptq", "--search", "fast"], "--search has no effect"),

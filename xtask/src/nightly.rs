@@ -12,7 +12,7 @@ use crate::{
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, ray, crash-points, bench-rtn, bench-awq-memory
+    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, ray, crash-points, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -34,6 +34,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("book", book::run);
     steps.step("sanitize", sanitize::all);
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
+    steps.step("cuda", cuda::run);
     steps.step("cuda-variants", cuda::every_variant);
     steps.step("cuda-candle", cuda::candle);
     steps.step("interop", || {

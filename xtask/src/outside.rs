@@ -7,6 +7,7 @@
 mod decode;
 mod scatter;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -113,12 +114,27 @@ fn drive_and_score(programs: &Path, model: &Path, out: &Path) -> Result<()> {
     let printed = output(Command::new(programs.join("drive")).arg(model).arg(out))?;
     ensure!(printed.ends_with("units\n") && out.join("config.json").is_file(), "{printed}");
     let text = root().join("calibration-data/heldout/narrative.txt");
-    let printed = output(Command::new(programs.join("score")).arg(text))?;
+    let printed = output(Command::new(programs.join("score")).arg(&text))?;
     let perplexity: f64 = printed.trim().parse().with_context(|| printed.clone())?;
-    // Far below 256, the perplexity of a uniform prediction of bytes.
-    ensure!((2.0..40.0).contains(&perplexity), "unexpected perplexity {perplexity}");
-    println!("outside: perplexity of the counted pairs {perplexity}");
+    let expected = perplexity_of_pairs(&std::fs::read(text)?);
+    // The program's logits are `f32`, and it prints six decimals.
+    ensure!((perplexity - expected).abs() <= 1e-5 * expected, "perplexity {perplexity}, expected {expected}");
+    println!("outside: perplexity of the counted pairs {perplexity}, expected {expected:.6}");
     Ok(())
+}
+
+/// The perplexity that the program `score` must report: that of the first 16 windows of 512 bytes, with probabilities
+/// from the counts of all pairs of bytes in the text, plus one.
+fn perplexity_of_pairs(text: &[u8]) -> f64 {
+    let (mut pairs, mut firsts) = (BTreeMap::<[u8; 2], f64>::new(), [256.0; 256]);
+    for pair in text.windows(2) {
+        *pairs.entry([pair[0], pair[1]]).or_insert(1.0) += 1.0;
+        firsts[usize::from(pair[0])] += 1.0;
+    }
+    let scored = text.chunks_exact(512).take(16).flat_map(|window| window.windows(2));
+    let nll: Vec<f64> =
+        scored.map(|pair| (firsts[usize::from(pair[0])] / pairs[&[pair[0], pair[1]]]).ln()).collect();
+    (nll.iter().sum::<f64>() / nll.len() as f64).exp()
 }
 
 fn directory(package: &str) -> PathBuf {
@@ -183,7 +199,7 @@ const TREE: [&str; 7] = ["tree", "--edges", "normal", "--prefix", "none", "--for
 
 fn count_in(package: &str, mut tree: Command, max: usize, without: &[&str]) -> Result<()> {
     let tree = output(&mut tree)?;
-    let crates: std::collections::BTreeSet<&str> =
+    let crates: BTreeSet<&str> =
         tree.lines().filter_map(|line| line.split(' ').next()).filter(|name| *name != package).collect();
     println!("outside: {package} depends on {} crates", crates.len());
     ensure!(crates.len() <= max, "more than {max}: {crates:?}");
@@ -250,8 +266,6 @@ fn agree(expected: &[Outputs], printed: &[Printed]) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     #[test]

@@ -6,7 +6,23 @@ use rayon::prelude::*;
 use super::tensor::QuantizedTensor;
 use crate::{Error, Result};
 
+/// In shorter groups, one weight may well dominate the others.
+const MIN_GROUP: usize = 8;
+
 /// Sums over the weights of a tensor, in `f64`. The result does not depend on the number of threads.
+///
+/// ```
+/// use quant_formats::checkpoint::Dtype;
+/// use quant_formats::quantize::{ErrorStats, quantize_rtn};
+///
+/// let mut weight = vec![0.02; 64]; // two groups
+/// weight[5] = 60000.0;
+/// let tensor = quantize_rtn("proj", &weight, [1, 64], "w4a16-g32-sym".parse()?, Dtype::F32, None)?;
+/// let error = ErrorStats::of(&weight, &tensor)?;
+/// assert!(error.max_error < 2000.0);
+/// assert_eq!(error.vanished_groups, 1);
+/// # Ok::<(), quant_formats::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[non_exhaustive]
 pub struct ErrorStats {
@@ -18,6 +34,9 @@ pub struct ErrorStats {
     pub noise: f64,
     /// `max |w − ŵ|`.
     pub max_error: f64,
+    /// The number of groups of at least 8 weights in which at most one is not rounded to zero, although several are not
+    /// zero.
+    pub vanished_groups: u64,
 }
 
 impl ErrorStats {
@@ -32,6 +51,7 @@ impl ErrorStats {
             let reason = format!("{} weights cannot be compared with a weight of [{n}, {k}]", weights.len());
             return Err(Error::Internal(reason));
         }
+        let group_size = tensor.scheme.granularity.group_size(k);
         let rows = weights
             .par_chunks(k.max(1))
             .enumerate()
@@ -39,7 +59,7 @@ impl ErrorStats {
                 || vec![0.0; k],
                 |rounded, (r, exact)| {
                     dequantize_rows(&view, r..r + 1, rounded).map_err(|e| Error::Internal(e.to_string()))?;
-                    Ok::<_, Error>(Self::of_row(exact, rounded))
+                    Ok::<_, Error>(Self::of_row(exact, rounded, group_size))
                 },
             )
             .collect::<Result<Vec<Self>>>()?;
@@ -54,12 +74,13 @@ impl ErrorStats {
             signal: self.signal + other.signal,
             noise: self.noise + other.noise,
             max_error: self.max_error.max(other.max_error),
+            vanished_groups: self.vanished_groups + other.vanished_groups,
         }
     }
 
-    /// The error of one row.
+    /// The error of one row with groups of this size.
     #[inline(always)]
-    pub fn of_row(exact: &[f32], rounded: &[f32]) -> Self {
+    pub fn of_row(exact: &[f32], rounded: &[f32], group_size: usize) -> Self {
         const LANES: usize = 16;
         let (mut signal, mut noise, mut max) = ([0.0; LANES], [0.0; LANES], [0.0f32; LANES]);
         let mut step = |i: usize, w: f32, v: f32| {
@@ -86,6 +107,7 @@ impl ErrorStats {
             signal: signal.iter().sum(),
             noise: noise.iter().sum(),
             max_error: f64::from(max.into_iter().fold(0.0, f32::max)),
+            vanished_groups: vanished_groups(exact, rounded, group_size),
         }
     }
 
@@ -98,6 +120,19 @@ impl ErrorStats {
     pub fn sqnr_db(&self) -> f64 {
         -20.0 * self.relative_rms().log10()
     }
+}
+
+#[inline(always)]
+fn vanished_groups(exact: &[f32], rounded: &[f32], group_size: usize) -> u64 {
+    if group_size < MIN_GROUP {
+        return 0;
+    }
+    let left = |values: &[f32]| values.iter().filter(|value| **value != 0.0).count();
+    let groups = exact.chunks_exact(group_size).zip(rounded.chunks_exact(group_size));
+    // The first values settle nearly all groups.
+    let vanished = groups
+        .filter(|(exact, rounded)| left(&rounded[..MIN_GROUP]) < 2 && left(rounded) < 2 && left(exact) > 1);
+    vanished.count() as u64
 }
 
 #[cfg(test)]
@@ -189,6 +224,43 @@ mod tests {
             quantize_rtn("t", &wave(2, 128), [2, 128], LinearScheme::default(), Dtype::F16, None).unwrap();
         for weights in [wave(1, 128), wave(2, 127), wave(3, 128)] {
             assert!(ErrorStats::of(&weights, &tensor).is_err());
+        }
+    }
+
+    #[test]
+    fn a_group_with_an_outlier_vanishes() {
+        let [n, k] = [3, 256];
+        let plain = wave(n, k);
+        let mut with_outlier = plain.clone();
+        with_outlier[k + 5] = -60000.0;
+        for scheme in [
+            "w4a16-g128-sym",
+            "w4a16-g128-asym",
+            "w8a16-g32-sym",
+            "w3a16-g64-sym",
+            "w4a16-channel-sym",
+            "w8a8-channel-sym",
+            "fp8",
+            "mxfp4a16",
+            "nvfp4a16",
+        ] {
+            let parsed = scheme.parse().unwrap();
+            let count = |weights: &[f32]| {
+                let scale = if scheme == "mxfp4a16" { Dtype::F8E8M0 } else { Dtype::F32 };
+                let scale = if scheme == "nvfp4a16" { Dtype::F8E4M3 } else { scale };
+                let rows = SourceRows::Floats(weights);
+                let (tensor, error) = quantize_tensor(rows, [n, k], parsed, scale, None).unwrap();
+                assert_eq!(ErrorStats::of(weights, &tensor).unwrap().vanished_groups, error.vanished_groups);
+                error.vanished_groups
+            };
+            assert_eq!(count(&plain), 0, "{scheme}");
+            // The global scale of NVFP4 is that of the whole weight.
+            let expected = if scheme == "nvfp4a16" { (n * k / 16) as u64 } else { 1 };
+            assert_eq!(count(&with_outlier), expected, "{scheme}");
+            let mut alone = vec![0.0; n * k];
+            alone[9] = 3.0;
+            assert_eq!(count(&alone), 0, "{scheme}");
+            assert_eq!(count(&vec![0.0; n * k]), 0, "{scheme}");
         }
     }
 }

@@ -233,7 +233,7 @@ impl GridRule {
             return self.fit_float(extent, format);
         }
         let zero_point = self.max_code / 2 + 1;
-        let grid = |scale, zero| Grid { scale, zero, lowest: 0, highest: self.max_code, float: None };
+        let grid = |scale, zero| Grid::of_integers(scale, zero, (0, self.max_code));
         if extent.abs_max() == 0.0 {
             return Ok(grid(1.0, if self.symmetric { zero_point } else { 0 }));
         }
@@ -267,7 +267,12 @@ impl GridRule {
 
     #[inline(always)]
     pub(super) fn at_scale(self, scale: f32) -> Grid {
-        Grid { scale, zero: 0, lowest: 0, highest: self.max_code, float: self.float }
+        match self.float {
+            Some(format) => {
+                Grid { scale, limits: (-format.largest(), format.largest()), zero: 0, float: Some(format) }
+            }
+            None => Grid::of_integers(scale, 0, (0, self.max_code)),
+        }
     }
 
     /// Returns the grid for weights from `−amax` to `amax`.
@@ -351,15 +356,22 @@ macro_rules! each_format {
 /// a value within the protective range can round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Grid {
-    pub(super) scale: f32,
-    pub(super) zero: u8,
-    pub(super) lowest: u8,
-    pub(super) highest: u8,
+    scale: f32,
+    /// The lowest and the highest value, in units of the scale.
+    limits: (f32, f32),
+    zero: u8,
     /// The format of the codes, if they are floating-point numbers; then `value = number(code) · scale`.
-    pub(super) float: Option<FloatFormat>,
+    float: Option<FloatFormat>,
 }
 
 impl Grid {
+    /// A grid of integers whose codes are in the given range.
+    #[inline(always)]
+    pub(super) fn of_integers(scale: f32, zero: u8, (lowest, highest): (u8, u8)) -> Self {
+        let steps = |code: u8| f32::from(code) - f32::from(zero);
+        Self { scale, limits: (steps(lowest), steps(highest)), zero, float: None }
+    }
+
     /// The factor from a code's number to its value; positive.
     pub fn scale(self) -> f32 {
         self.scale
@@ -373,11 +385,7 @@ impl Grid {
     /// The lowest and the highest value, in units of the scale.
     #[inline(always)]
     pub fn limits(self) -> (f32, f32) {
-        if let Some(format) = self.float {
-            return (-format.largest(), format.largest());
-        }
-        let zero = f32::from(self.zero);
-        (f32::from(self.lowest) - zero, f32::from(self.highest) - zero)
+        self.limits
     }
 
     #[inline(always)]

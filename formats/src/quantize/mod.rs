@@ -10,7 +10,6 @@ mod rows;
 pub mod rtn;
 mod shared;
 mod tensor;
-mod vanished;
 
 pub use activations::{InputGrid, fp8_static_scale, nvfp4_input_scale, static_grid};
 pub use error_stats::ErrorStats;
@@ -23,4 +22,3 @@ pub use rtn::{
 };
 pub use shared::{ScaleContext, ScaleSearch, SharedExtents, SharedScales};
 pub use tensor::{QuantizedTensor, restore_input_order};
-pub use vanished::vanished_groups;

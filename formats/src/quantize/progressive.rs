@@ -101,14 +101,9 @@ impl GridRule {
             false => round_even((-low / group).min(max_code)),
         };
         let steps = round_even(PROTECTIVE_RANGE / group);
-        Ok(Grid {
-            // The product is exact: the factors have at most 11 and 5 significant bits.
-            scale: row * group,
-            zero: zero as u8,
-            lowest: (zero - steps).max(0.0) as u8,
-            highest: (zero + steps).min(max_code) as u8,
-            float: None,
-        })
+        let codes = ((zero - steps).max(0.0) as u8, (zero + steps).min(max_code) as u8);
+        // The product is exact: the factors have at most 11 and 5 significant bits.
+        Ok(Grid::of_integers(row * group, zero as u8, codes))
     }
 }
 

@@ -389,7 +389,7 @@ impl<'a> RowQuantizer<'a> {
             // The error includes clipping.
             rows.load(at, row);
         }
-        ErrorStats::of_row(row, rounded)
+        ErrorStats::of_row(row, rounded, size)
     }
 
     /// The first-level scale of a row, if there are two levels; records the fault if there is no scale. Clipping

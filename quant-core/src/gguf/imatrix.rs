@@ -265,8 +265,12 @@ impl Importance {
     }
 
     fn from_gguf(path: &Path) -> Result<Self> {
-        let file = GgufFile::open(path)?;
         let fault = |reason: String| Self::fault(path, reason);
+        let file = GgufFile::open(path).map_err(|error| match error {
+            // The file's own remedies are those for a model.
+            Error::InputFile { reason, .. } => fault(reason),
+            other => other,
+        })?;
         let key = |key: &str| file.header().get(&format!("imatrix.{key}"));
         let number = |name: &str| {
             let value = key(name).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
@@ -489,7 +493,8 @@ mod tests {
             let path = directory.path().join("imatrix");
             std::fs::write(&path, bytes).unwrap();
             if let Err(error) = Importance::read(&path) {
-                prop_assert!(matches!(error, Error::InputFile { .. }), "{error}");
+                let Error::InputFile { remedy, .. } = error else { panic!("{error}") };
+                prop_assert!(remedy.marked().contains("importance matrix"), "{remedy}");
             }
         }
     }

@@ -241,6 +241,12 @@ impl GgufPlan {
                 "add ‹requantize›, or omit ‹method›",
             ));
         }
+        if request.needs_text() && !tensors.iter().any(|t| t.layer().is_some() && !t.kind.is_float()) {
+            return Err(Error::usage(
+                "the method has no effect: no weight of a block is rounded",
+                "omit ‹method›, or change ‹ignore› or ‹override› so that weights are rounded",
+            ));
+        }
         let is_quantized = tensors.iter().any(|t| !t.kind.is_float());
         let name = directory.path().file_name().map(|n| n.to_string_lossy().into_owned());
         let file_type = commonest_type(&tensors).unwrap_or(mixture.id);

@@ -72,6 +72,12 @@ impl Steps {
                 states.advance(&block, cancel)?;
             }
             let mut rewrite = found.into_iter().next().unwrap_or_default();
+            if !rewrite.only_rescales() {
+                return Err(Error::Internal(format!(
+                    "the steps {} support blocks, but clip or reorder weights of `{prefix}`",
+                    plan.request.steps().join(", ")
+                )));
+            }
             for (node, name, ..) in graph.linears() {
                 if let Some(columns) = rewrite.columns.get(&node) {
                     let tensor = format!("{}.weight", a.in_block(layer, name));

@@ -13,7 +13,7 @@ use crate::checkpoint::{Dtype, require_finite_bytes};
 use crate::model::{NodeId, WeightRows, transposed};
 use crate::quantize::{
     ErrorStats, QuantizedTensor, RowsError, ScaleContext, ScaleExponents, SharedExtents, SourceRows,
-    fp8_static_scale, vanished_groups,
+    fp8_static_scale,
 };
 use crate::recipe::{Action, CacheScale, PlanEntry};
 use crate::round::{Rounded, WeightTask, stored};
@@ -229,31 +229,29 @@ impl Linear<'_> {
         let clip = self.node.and_then(|node| rewrite.clips.get(&node)).map(Vec::as_slice);
         let changed = self.node.filter(|node| clip.is_some() || rewrite.changes(*node));
         let (own, spare);
-        let (quantized, error, vanished) = match (rounded, self.node, changed) {
+        let (quantized, error) = match (rounded, self.node, changed) {
             (Some(rounded), Some(node), _) => {
                 spare = Vec::new();
                 let tensor = rounded.tensor()?;
                 let values = self.rewritten(node, bytes, rewrite)?;
-                let vanished = vanished_groups(SourceRows::Floats(&values), tensor);
-                (tensor, ErrorStats::of(&values, tensor)?, vanished)
+                (tensor, ErrorStats::of(&values, tensor)?)
             }
             (_, _, Some(node)) => {
                 spare = Vec::new();
                 let values = self.rewritten(node, bytes, rewrite)?;
                 own = self.round_values(&values, clip)?;
-                (&own.0, own.1, vanished_groups(SourceRows::Floats(&values), &own.0))
+                (&own.0, own.1)
             }
             _ => {
                 own = self.round_bytes(&bytes)?;
-                let vanished = vanished_groups(SourceRows::Bytes(&bytes, self.entry.info.dtype), &own.0);
                 spare = bytes.into_spare();
-                (&own.0, own.1, vanished)
+                (&own.0, own.1)
             }
         };
         let outputs = packed(self.job, self.module, quantized)?;
         let searched = self.searched(decision, rounded, quantized);
         let mut report = TensorReport::quantized(self.entry, sha256, WeightError::from(error), searched);
-        report.vanished_groups = vanished;
+        report.vanished_groups = error.vanished_groups;
         report.all_zero = error.signal == 0.0;
         Ok(Finished { report, outputs, spare })
     }

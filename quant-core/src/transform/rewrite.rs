@@ -160,6 +160,11 @@ pub struct StepRecord {
 }
 
 impl Rewrite {
+    /// Whether no weight is clipped and none has its rows or columns reordered.
+    pub fn only_rescales(&self) -> bool {
+        self.clips.is_empty() && self.row_order.is_empty() && self.column_order.is_empty()
+    }
+
     /// Computes some rows of a linear's rewritten weight, before clipping; `out` is `[rows.len(), k]`.
     ///
     /// # Errors

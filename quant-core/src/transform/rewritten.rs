@@ -21,7 +21,7 @@ pub fn rewritten(model: &Model, rewrites: &[Rewrite]) -> Result<Model> {
     let (a, source) = (model.architecture(), model.source());
     let mut tensors = BTreeMap::new();
     for (layer, rewrite) in rewrites.iter().enumerate().take(a.layers) {
-        if !(rewrite.clips.is_empty() && rewrite.row_order.is_empty() && rewrite.column_order.is_empty()) {
+        if !rewrite.only_rescales() {
             return Err(Error::Internal("a model cannot be read with clipped or reordered weights".into()));
         }
         let graph = a.graph(layer);
