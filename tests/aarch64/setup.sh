@@ -16,7 +16,10 @@ here_packages=(
     rustc rust-clippy libstd-rust-dev qemu-user
     libc6 libgcc-s1 libstdc++6 libedit2 libbsd0 libmd0 libtinfo6 libffi8 libxml2 liblzma5 libz3-4 libzstd1 zlib1g
 )
-there_packages=(libstd-rust-dev libc6 libc6-dev libgcc-s1 libgcc-14-dev)
+there_packages=(
+    libstd-rust-dev libc6 libc6-dev libgcc-s1 libgcc-14-dev
+    python3.13-minimal libpython3.13-minimal libpython3.13-stdlib libbz2-1.0 libexpat1 libffi8 liblzma5 libssl3t64 zlib1g
+)
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 directory=${1:-$(dirname "$(dirname "$here")")/target/aarch64}
@@ -97,8 +100,12 @@ libraries=$sysroot/usr/lib/aarch64-linux-gnu
 gcc=$sysroot/usr/lib/gcc/aarch64-linux-gnu/14
 cat >"$directory/bin/ld" <<END
 #!/bin/sh
-exec "$linker" "\$@" "--sysroot=$sysroot" "-L$libraries" "-L$gcc" -dynamic-linker /lib/ld-linux-aarch64.so.1 \\
-    "$libraries/Scrt1.o" "$libraries/crti.o" "$gcc/crtbeginS.o" "$gcc/crtendS.o" "$libraries/crtn.o"
+case " \$* " in
+*" -static "*) start=rcrt1.o loader=--no-dynamic-linker ;;
+*) start=Scrt1.o loader=--dynamic-linker=/lib/ld-linux-aarch64.so.1 ;;
+esac
+exec "$linker" "\$@" "--sysroot=$sysroot" "-L$libraries" "-L$gcc" "\$loader" \\
+    "$libraries/\$start" "$libraries/crti.o" "$gcc/crtbeginS.o" "$gcc/crtendS.o" "$libraries/crtn.o"
 END
 cat >"$directory/bin/run" <<END
 #!/bin/sh
