@@ -5,9 +5,9 @@ models of real shapes.
     python benchmarks/cpu_models.py eval QUANT OUT [--shape 1B --layers 16]
     python benchmarks/cpu_models.py make QUANT OUT [--shape 1B --layers 16]
 
-`transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, and the
-same checkpoints with `fewbits.transformers`, each in its own process. The package is taken from FEWBITS_PACKAGE
-(default target/python/package). "8-bit head" also quantizes the output head. `eval` times `quant eval` alone and with --reference, on the demo model too. Both write
+`transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, the
+same checkpoints with `fewbits.transformers`, and the W4A16 weights in the GPTQ format, which transformers loads with
+gptqmodel, each in its own process. The package is taken from FEWBITS_PACKAGE (default target/python/package). "8-bit head" also quantizes the output head. `eval` times `quant eval` alone and with --reference, on the demo model too. Both write
 a record of their measurements. `make` only creates the models.
 """
 
@@ -32,6 +32,7 @@ SCHEMES = {
     "w4a16": ["--method", "rtn", "--scheme", "w4a16-g128-sym"],
     "w4a16, 8-bit head": ["--method", "rtn", "--scheme", "w4a16-g128-sym", "--override", "lm_head=w8a16-g128-sym"],
     "w8a8": ["--method", "rtn", "--scheme", "w8a8"],
+    "w4a16, gptqmodel": ["--method", "rtn", "--scheme", "w4a16-g128-sym", "--format", "gptq"],
 }
 PROMPT, NEW = 64, 24
 
@@ -145,7 +146,11 @@ def in_transformers(arguments) -> None:
     made = quantized(arguments.quant, model)
     who = {"bf16": (model, False)}
     for name, path in made.items():
-        who |= {f"{name}, transformers": (path, False), f"{name}, fewbits": (path, True)}
+        # Only compressed-tensors checkpoints are loaded with `fewbits.transformers`.
+        if "gptqmodel" in name:
+            who |= {name: (path, False)}
+        else:
+            who |= {f"{name}, transformers": (path, False), f"{name}, fewbits": (path, True)}
     who = {name: one for name, one in who.items() if not arguments.only or name in arguments.only}
     rows = []
     for round_ in range(arguments.rounds):

@@ -16,7 +16,10 @@ here_packages=(
     rustc rust-clippy libstd-rust-dev qemu-user
     libc6 libgcc-s1 libstdc++6 libedit2 libbsd0 libmd0 libtinfo6 libffi8 libxml2 liblzma5 libz3-4 libzstd1 zlib1g
 )
-there_packages=(libstd-rust-dev libc6 libc6-dev libgcc-s1 libgcc-14-dev)
+there_packages=(
+    libc6 libc6-dev libgcc-s1 libgcc-14-dev
+    python3.13-minimal libpython3.13-minimal libpython3.13-stdlib libbz2-1.0 libexpat1 libffi8 liblzma5 libssl3t64 libzstd1 zlib1g
+)
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 directory=${1:-$(dirname "$(dirname "$here")")/target/aarch64}
@@ -54,9 +57,9 @@ mkdir -p "$directory"/apt/{lists/partial,archives/partial,sources,debs} "$direct
 directory=$(cd "$directory" && pwd)
 apt=$directory/apt
 touch "$apt/status"
-printf 'Types: deb\nURIs: %s\nSuites: %s %s-backports\nComponents: main\nArchitectures: amd64 arm64\nSigned-By: %s\n' \
+printf 'Types: deb\nURIs: %s\nSuites: %s %s-backports testing\nComponents: main\nArchitectures: amd64 arm64\nSigned-By: %s\n' \
     "$archive" "$suite" "$suite" "$keyring" >"$apt/sources/debian.sources"
-printf 'Package: *\nPin: release n=%s-backports\nPin-Priority: 600\n' "$suite" >"$apt/preferences"
+printf 'Package: *\nPin: release %s\nPin-Priority: %s\n\n' "n=$suite-backports" 600 a=testing 100 >"$apt/preferences"
 options=(
     -o "Dir::State=$apt" -o "Dir::State::status=$apt/status" -o "Dir::Cache=$apt"
     -o Dir::Etc::SourceList=/dev/null -o "Dir::Etc::SourceParts=$apt/sources"
@@ -67,8 +70,17 @@ apt-get "${options[@]}" -qq update
 # The names of these two packages depend on the compiler's version.
 versioned=$(apt-cache "${options[@]}" depends libstd-rust-dev | sed -n 's/.*Depends: \(libstd-rust-[0-9.]*\)$/\1/p' | head -n1)
 llvm=$(apt-cache "${options[@]}" depends "$versioned" | sed -n 's/.*Depends: \(libllvm[0-9]*\)$/\1/p' | head -n1)
+# Both architectures need the same version of the compiler. They do not reach the backports on the same day; testing has
+# the same versions.
+wanted=$(apt-cache "${options[@]}" policy rustc | sed -n 's/^ *Candidate: //p')
+matching=$(apt-cache "${options[@]}" madison libstd-rust-dev:arm64 | cut -d'|' -f2 | tr -d ' ' |
+    grep -F "${wanted%%[+-]*}" | head -n1 || true)
+if [[ -z $matching ]]; then
+    echo "Debian has rustc $wanted for this machine, but no standard library of that version for AArch64 yet" >&2
+    exit 1
+fi
 (cd "$apt/debs" && apt-get "${options[@]}" -qq download \
-    "${here_packages[@]}" "$versioned" "$llvm" "${there_packages[@]/%/:arm64}")
+    "${here_packages[@]}" "$versioned" "$llvm" "${there_packages[@]/%/:arm64}" "libstd-rust-dev:arm64=$matching")
 for tree in host:amd64 sysroot:arm64; do
     for package in "$apt"/debs/*_"${tree#*:}".deb; do
         dpkg-deb --extract "$package" "$directory/${tree%:*}"
@@ -97,8 +109,15 @@ libraries=$sysroot/usr/lib/aarch64-linux-gnu
 gcc=$sysroot/usr/lib/gcc/aarch64-linux-gnu/14
 cat >"$directory/bin/ld" <<END
 #!/bin/sh
-exec "$linker" "\$@" "--sysroot=$sysroot" "-L$libraries" "-L$gcc" -dynamic-linker /lib/ld-linux-aarch64.so.1 \\
-    "$libraries/Scrt1.o" "$libraries/crti.o" "$gcc/crtbeginS.o" "$gcc/crtendS.o" "$libraries/crtn.o"
+case " \$* " in
+*" -static "*" -pie "* | *" -pie "*" -static "*) start=rcrt1.o loader=--no-dynamic-linker ;;
+*" -static "*) start=crt1.o loader=--no-dynamic-linker ;;
+*) start=Scrt1.o loader=--dynamic-linker=/lib/ld-linux-aarch64.so.1 ;;
+esac
+# The start files come first: in a static program, libc has other definitions of some of their symbols.
+shift 2
+exec "$linker" -flavor gnu "--sysroot=$sysroot" "-L$libraries" "-L$gcc" "\$loader" \\
+    "$libraries/\$start" "$libraries/crti.o" "$gcc/crtbeginS.o" "\$@" "$gcc/crtendS.o" "$libraries/crtn.o"
 END
 cat >"$directory/bin/run" <<END
 #!/bin/sh

@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> Result<()> {
     if let Some(fetched) = fetched {
         let _ = fetched.join();
     }
-    steps.step("python", python::run);
+    steps.step("python", || python::run(&python::Args::default()));
     let mut interop = Command::new(std::env::current_exe()?);
     steps.alongside("interop", interop.arg("interop"), |steps| {
         // There is no time for all of them on every change; they all run every night.

@@ -8,7 +8,9 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use sha2::{Digest, Sha256};
 
+use crate::python;
 use crate::sbom::sbom;
+use crate::support::record::{Record, table, typed_command};
 use crate::support::shell::{self, cargo, display, output, succeeds, target_dir};
 
 /// Build options.
@@ -17,6 +19,9 @@ pub struct Args {
     /// Test the binary of an earlier build
     #[arg(long)]
     pub no_build: bool,
+    /// Write a record of the size of the binary and of the wheel that `cargo xtask python --release` built
+    #[arg(long)]
+    pub record: bool,
 }
 
 /// Builds, tests and describes the binary.
@@ -54,7 +59,35 @@ pub fn run(args: &Args) -> Result<()> {
     for path in written {
         println!("{}", path.display());
     }
+    if args.record {
+        println!("recorded in {}", sizes(&binary, &target)?.write()?.display());
+    }
     Ok(())
+}
+
+/// The sizes of what users download.
+fn sizes(binary: &Path, target: &str) -> Result<Record> {
+    let wheel = python::only_file(&python::released())
+        .context("there is no optimized wheel; run `cargo xtask python --release` first")?;
+    let files = [(format!("`quant`, {target}, static"), binary), ("wheel".to_owned(), &wheel)];
+    let mut rows = Vec::new();
+    for (name, path) in files {
+        let file = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let bytes = path.metadata().with_context(|| format!("{} is missing", path.display()))?.len();
+        rows.push(vec![name, file, format!("{:.1}", bytes as f64 / 1e6), bytes.to_string()]);
+    }
+    Ok(Record {
+        benchmark: "sizes",
+        title: "Sizes of the binary and of the wheel".into(),
+        command: typed_command(),
+        body: format!(
+            "The binary has no debug information and is not compressed; a wheel is a zip archive.\n\n{}",
+            table(&["what", "file", "MB", "bytes"], &rows)
+        ),
+        csv: std::iter::once("what,file,bytes".to_owned())
+            .chain(rows.iter().map(|row| format!("\"{}\",{},{}", row[0], row[1], row[3])))
+            .collect(),
+    })
 }
 
 fn describe(binary: &Path, target: &str) -> Result<[PathBuf; 2]> {

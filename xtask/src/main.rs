@@ -33,7 +33,7 @@ enum Command {
     /// Make a directory that tests and benchmarks the CUDA kernels on a machine with a GPU
     Gpu(gpu::Args),
     /// Build the Python package and test it in a fresh virtual environment
-    Python,
+    Python(python::Args),
     /// Build and run programs outside the workspace that link the crates, and count their dependencies
     Outside,
     /// Build the documentation site and check its links
@@ -114,7 +114,7 @@ fn main() -> ExitCode {
         Command::Sanitize => sanitize::run(),
         Command::Cuda => cuda::run(),
         Command::Gpu(args) => gpu::run(&args),
-        Command::Python => python::run(),
+        Command::Python(args) => python::run(&args),
         Command::Outside => outside::run(),
         Command::Book => book::run(),
         Command::Charts => charts::run(),

@@ -5,14 +5,14 @@ use anyhow::Result;
 use crate::support::shell::{cargo, run as execute};
 use crate::support::steps::Steps;
 use crate::{
-    bench_awq_memory, bench_rtn, book, ci, crash_points, cuda, dist, fuzz, interop, outside, publish,
+    bench_awq_memory, bench_rtn, book, ci, crash_points, cuda, dist, fuzz, interop, outside, publish, python,
     sanitize,
 };
 
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, ray, crash-points, bench-rtn, bench-awq-memory
+    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, cuda, cuda-variants, cuda-candle, interop, vllm, engines, outside, mistralrs, no-features, python, dist, fuzz, ray, crash-points, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -35,6 +35,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("sanitize", sanitize::all);
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));
     steps.step("cuda", cuda::run);
+    steps.step("aarch64-programs", || interop::script("tests/aarch64/programs.sh", &[]));
     steps.step("cuda-variants", cuda::every_variant);
     steps.step("cuda-candle", cuda::candle);
     steps.step("interop", || {
@@ -47,9 +48,12 @@ pub fn run(args: &Args) -> Result<()> {
         interop::run(&["--families", "all", "--only", "family"])
     });
     steps.step("vllm", || interop::script("tests/interop/run_vllm.sh", &[]));
+    steps.step("engines", || interop::script("tests/interop/run_engines.sh", &[]));
     steps.step("outside", outside::run);
+    steps.step("mistralrs", outside::mistralrs);
     steps.step("no-features", outside::without_features);
-    steps.step("dist", || dist::run(&dist::Args { no_build: false }));
+    steps.step("python", || python::run(&python::Args { release: true }));
+    steps.step("dist", || dist::run(&dist::Args { no_build: false, record: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300, total: Some(3600) }));
     steps.step("ray", || {
         execute(&mut cargo(&["build", "--workspace", "--locked"]))?;

@@ -1,8 +1,8 @@
 //! `cargo xtask outside`: builds and runs programs outside the workspace, as an engine's author would write them.
 //!
 //! `read` links only the leaf crates, `score` the evaluator without the pipeline and candle, and `drive` the pipeline.
-//! The dependencies of all three are counted, and so are those of the library for C programs. The programs use the
-//! workspace's lock file and target directory.
+//! The dependencies of all three are counted, and so are those of the library for C programs. `mistralrs`, which runs
+//! every night, implements a layer of mistral.rs. The programs use the workspace's lock file and target directory.
 
 mod decode;
 mod scatter;
@@ -58,26 +58,47 @@ pub fn run() -> Result<()> {
     let programs = target_dir().join("debug");
     let (quant, read) = (programs.join("quant"), programs.join("read"));
     let model = demo(&scratch)?;
-    for (format, scheme, scatters) in CHECKPOINTS {
-        let out = scratch.join(format!("{format}-{scheme}"));
-        let mut quantize = Command::new(&quant);
-        quantize
-            .arg("quantize")
-            .arg(&model)
-            .args(["--method", "rtn", "--format", format, "--scheme", scheme]);
-        execute(quantize.arg("-o").arg(&out))?;
-        check_outputs(&read, &out, format).with_context(|| format!("{format} {scheme}"))?;
-        if scatters {
-            let scattered = scratch.join(format!("{format}-{scheme}-scattered"));
-            scatter(&out, &scattered, format)?;
-            check_outputs(&read, &scattered, format)
-                .with_context(|| format!("{format} {scheme}, scattered"))?;
-        }
+    for (format, out) in checkpoints(&quant, &model, &scratch)? {
+        check_outputs(&read, &out, format).with_context(|| out.display().to_string())?;
     }
     let refused = Command::new(&read).arg(&model).output()?;
     ensure!(refused.status.code() == Some(4), "the run on a float model exited with {}", refused.status);
 
     drive_and_score(&programs, &model, &scratch.join("driven"))
+}
+
+/// Builds and runs a program with layers of mistral.rs, whose dependencies take minutes to compile.
+///
+/// # Errors
+/// When it does not build, or its results differ from those of mistral.rs on the dequantized weights.
+pub fn mistralrs() -> Result<()> {
+    let scratch = scratch("outside-mistralrs")?;
+    build("mistralrs", &[])?;
+    execute(&mut cargo(&["build", "--workspace", "--bin", "quant"]))?;
+    let programs = target_dir().join("debug");
+    let model = demo(&scratch)?;
+    for (_, out) in checkpoints(&programs.join("quant"), &model, &scratch)? {
+        execute(Command::new(programs.join("mistralrs")).arg(out))?;
+    }
+    Ok(())
+}
+
+/// Quantizes the model in all formats, and returns the format and the directory of each checkpoint.
+fn checkpoints(quant: &Path, model: &Path, scratch: &Path) -> Result<Vec<(&'static str, PathBuf)>> {
+    let mut all = Vec::new();
+    for (format, scheme, scatters) in CHECKPOINTS {
+        let out = scratch.join(format!("{format}-{scheme}"));
+        let mut quantize = Command::new(quant);
+        quantize.arg("quantize").arg(model).args(["--method", "rtn", "--format", format, "--scheme", scheme]);
+        execute(quantize.arg("-o").arg(&out))?;
+        if scatters {
+            let scattered = scratch.join(format!("{format}-{scheme}-scattered"));
+            scatter(&out, &scattered, format)?;
+            all.push((format, scattered));
+        }
+        all.push((format, out));
+    }
+    Ok(all)
 }
 
 /// Checks that the pipeline and the evaluator compile without their default features.
@@ -272,9 +293,12 @@ mod tests {
     fn the_programs_are_short_and_outside() {
         let workspace = std::fs::read_to_string(root().join("Cargo.toml")).unwrap();
         assert!(workspace.contains("\"tests/outside\""));
-        for (package, file, max) in
-            [("read", "src/main.rs", 50), ("pipeline", "src/bin/drive.rs", 60), ("score", "src/main.rs", 90)]
-        {
+        for (package, file, max) in [
+            ("read", "src/main.rs", 50),
+            ("pipeline", "src/bin/drive.rs", 60),
+            ("score", "src/main.rs", 90),
+            ("mistralrs", "src/layer.rs", 240),
+        ] {
             let text = std::fs::read_to_string(directory(package).join(file)).unwrap();
             assert!(text.lines().count() <= max, "{file}");
             assert!(

@@ -6,36 +6,42 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::support::shell::{root, run as execute, succeeds, target_dir};
+use crate::support::shell::{remove_dir, root, run as execute, succeeds, target_dir};
 
 const MATURIN: &str = "maturin==1.16.0";
 /// The requirements of the tests, in addition to the wheel.
 const REQUIREMENTS: &str = "python/tests/requirements.txt";
+
+/// Build options.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Args {
+    /// Build and test the optimized wheel, as it would be published
+    #[arg(long)]
+    pub release: bool,
+}
 
 /// Downloads the external requirements of this step. If a download fails, the step itself tries again.
 pub fn fetch() {
     let _ = tools().and_then(|_| wheels());
 }
 
-/// Builds the wheel with the profile of the tests, whose dependencies are already compiled, installs it into an empty
-/// environment, and runs the tests there.
+/// Builds the wheel, installs it into an empty environment, and runs the tests there. Unless a release is built, the
+/// profile is that of the tests, whose dependencies are already compiled.
 ///
 /// # Errors
 /// When any of this fails.
-pub fn run() -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     let wheels = wheels()?;
-    let built = directory().join("wheels");
-    if built.exists() {
-        std::fs::remove_dir_all(&built).with_context(|| format!("cannot remove {}", built.display()))?;
-    }
+    let built = if args.release { released() } else { directory().join("wheels") };
+    remove_dir(&built)?;
     let mut maturin = Command::new(tools()?.join("maturin"));
-    maturin.current_dir(root().join("python"));
-    execute(
-        maturin
-            .args(["build", "--profile", "dev", "--features", "as-tested", "--locked", "--out"])
-            .arg(&built),
-    )?;
+    maturin.current_dir(root().join("python")).args(["build", "--locked", "--out"]).arg(&built);
+    execute(match args.release {
+        true => maturin.arg("--release"),
+        false => maturin.args(["--profile", "dev", "--features", "as-tested"]),
+    })?;
     let wheel = only_file(&built)?;
+    println!("{}: {:.1} MB", wheel.display(), wheel.metadata()?.len() as f64 / 1e6);
 
     let fresh = directory().join("venv");
     let python = environment(&fresh, true)?;
@@ -44,9 +50,7 @@ pub fn run() -> Result<()> {
     execute(install.arg(root().join(REQUIREMENTS)).arg(&wheel))?;
     // Also unpack the wheel, for environments with other packages.
     let package = directory().join("package");
-    if package.exists() {
-        std::fs::remove_dir_all(&package).with_context(|| format!("cannot remove {}", package.display()))?;
-    }
+    remove_dir(&package)?;
     let mut unpack = Command::new(&python);
     unpack.args(["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]).arg(&package);
     execute(unpack.arg(&wheel))?;
@@ -58,6 +62,11 @@ pub fn run() -> Result<()> {
 
 fn directory() -> PathBuf {
     target_dir().join("python")
+}
+
+/// The directory of the optimized wheel.
+pub fn released() -> PathBuf {
+    directory().join("release")
 }
 
 /// The directory of the programs of an environment with maturin, which is created if it is missing.
@@ -98,7 +107,8 @@ fn environment(place: &Path, fresh: bool) -> Result<PathBuf> {
     Ok(python)
 }
 
-fn only_file(directory: &Path) -> Result<PathBuf> {
+/// The file in a directory that must have exactly one.
+pub fn only_file(directory: &Path) -> Result<PathBuf> {
     let files =
         std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))?;
     let files = files.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 /// The element type of a tensor in a safetensors file.
@@ -176,11 +177,7 @@ impl Dtype {
                     *o = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
                 }
             }
-            Self::F16 => {
-                for (o, b) in out.iter_mut().zip(bytes.chunks_exact(2)) {
-                    *o = widen_half(u16::from_le_bytes([b[0], b[1]]));
-                }
-            }
+            Self::F16 => widen_halves(bytes, out),
             other => panic!("{other} is not a weight type"),
         }
     }
@@ -236,18 +233,20 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// Widens an IEEE half-precision number, exactly, without branches. A NaN becomes quiet and keeps its sign and payload.
-#[inline(always)]
-fn widen_half(bits: u16) -> f32 {
-    const SUBNORMAL_UNIT: f32 = 1.0 / 16_777_216.0;
-    const BIAS: u32 = (127 - 15) << 23;
-    let bits = u32::from(bits);
-    let (sign, exponent, mantissa) = ((bits & 0x8000) << 16, bits & 0x7C00, bits & 0x03FF);
-    let magnitude = (bits & 0x7FFF) << 13;
-    let subnormal = (mantissa as f32 * SUBNORMAL_UNIT).to_bits();
-    let special = magnitude | 0x7F80_0000 | if mantissa == 0 { 0 } else { 0x0040_0000 };
-    let finite = if exponent == 0 { subnormal } else { magnitude + BIAS };
-    f32::from_bits(sign | if exponent == 0x7C00 { special } else { finite })
+/// Widens IEEE half-precision numbers, exactly. A NaN becomes quiet and keeps its sign and payload.
+///
+/// `half` converts slices with the processor's own instructions. The same arithmetic on integers is three times as slow,
+/// because the compiler does not vectorize it reliably.
+fn widen_halves(bytes: &[u8], out: &mut [f32]) {
+    const PIECE: usize = 256;
+    let mut piece = [f16::ZERO; PIECE];
+    for (out, bytes) in out.chunks_mut(PIECE).zip(bytes.chunks(2 * PIECE)) {
+        let piece = &mut piece[..out.len()];
+        for (half, bytes) in piece.iter_mut().zip(bytes.chunks_exact(2)) {
+            *half = f16::from_le_bytes([bytes[0], bytes[1]]);
+        }
+        piece.convert_to_f32_slice(out);
+    }
 }
 
 #[cfg(test)]
@@ -256,11 +255,27 @@ mod tests {
 
     #[test]
     fn every_half_widens_exactly() {
-        for bits in 0..=u16::MAX {
-            let expected = f16::from_bits(bits).to_f32();
-            let mut got = [0.0];
-            Dtype::F16.widen(&bits.to_le_bytes(), &mut got);
-            assert_eq!(got[0].to_bits(), expected.to_bits(), "{bits:#06x}");
+        // As a sum of powers of two. A NaN becomes quiet.
+        let exact = |bits: u16| {
+            let (exponent, mantissa) = (i32::from(bits >> 10 & 0x1F), f64::from(bits & 0x3FF));
+            let magnitude = match exponent {
+                0 => mantissa * 2f64.powi(-24),
+                31 if mantissa == 0.0 => f64::INFINITY,
+                31 => return u32::from(bits & 0x8000) << 16 | 0x7FC0_0000 | u32::from(bits & 0x3FF) << 13,
+                _ => (1024.0 + mantissa) * 2f64.powi(exponent - 25),
+            };
+            (if bits & 0x8000 == 0 { magnitude } else { -magnitude } as f32).to_bits()
+        };
+        let bytes: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        // Lengths that do not fill the pieces and vectors in which values are converted.
+        for len in [1, 3, 4, 7, 8, 13, 255, 256, 257, 1 << 16] {
+            let mut all = vec![f32::NAN; 1 << 16];
+            for (out, bytes) in all.chunks_mut(len).zip(bytes.chunks(2 * len)) {
+                Dtype::F16.widen(bytes, out);
+            }
+            for (bits, got) in (0..=u16::MAX).zip(&all) {
+                assert_eq!(got.to_bits(), exact(bits), "{bits:#06x}, {len} at a time");
+            }
         }
     }
 

@@ -38,6 +38,8 @@ pub const GPTQMODEL: Loader = Loader::new("gptqmodel", "7.7.0", READ);
 pub const LMDEPLOY: Loader = Loader::new("LMDeploy", "0.18.0", READ);
 /// mlx-lm.
 pub const MLX: Loader = Loader::new("mlx-lm", "0.32.2", READ);
+/// ONNX Runtime GenAI, including its model builder, which converts checkpoints to ONNX.
+pub const ORT_GENAI: Loader = Loader::new("ONNX Runtime GenAI", "0.18.0", "2026-11-27");
 /// llama.cpp, including its converter to GGUF.
 pub const LLAMA_CPP: Loader = Loader::new("llama.cpp", "0.5.0", READ);
 /// QServe, which has no releases; the version is the month of its last commit.
@@ -94,8 +96,18 @@ mod tests {
     use super::*;
     use crate::format::CONTAINERS;
 
-    const ALL: [Loader; 9] =
-        [VLLM, SGLANG, TRANSFORMERS, COMPRESSED_TENSORS, GPTQMODEL, LMDEPLOY, MLX, LLAMA_CPP, QSERVE];
+    const ALL: [Loader; 10] = [
+        VLLM,
+        SGLANG,
+        TRANSFORMERS,
+        COMPRESSED_TENSORS,
+        GPTQMODEL,
+        LMDEPLOY,
+        MLX,
+        ORT_GENAI,
+        LLAMA_CPP,
+        QSERVE,
+    ];
 
     fn check(note: &str, loaders: &[Loader]) {
         for loader in ALL {

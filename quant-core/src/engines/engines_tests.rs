@@ -272,6 +272,27 @@ fn what_each_container_reaches() {
     assert_eq!(words("LMDeploy", &mistral), ["no"; 4]);
 }
 
+/// The verdicts are those of runs of its model builder, except for the sizes of groups, which the operator refuses.
+#[test]
+fn onnx_runtime() {
+    let word = |container, scheme| words("ONNX Runtime", &outline(container, LLAMA_8B, scheme))[0];
+    for scheme in ["w2a16-g64-sym", "w4a16-g32-sym", "w4a16-g64-asym", "w8a16-g128-sym"] {
+        assert_eq!(word("gptq", scheme), "yes, but", "{scheme}");
+    }
+    for scheme in ["w3a16-g64-sym", "w4a16-channel-sym", "w4a16-g48-sym", "w4a16-g8-sym"] {
+        assert_eq!(word("gptq", scheme), "no", "{scheme}");
+    }
+    assert_eq!(word("awq", "w4a16-g128-asym"), "yes, but");
+    assert_eq!(word("compressed-tensors", "w4a16-g128-sym"), "no");
+    let mut model = outline("gptq", LLAMA_8B, "w4a16-g128-sym");
+    model.layers[3].parts[0].scheme = None;
+    assert!(reason("ONNX Runtime", &model, 1).starts_with("`down_proj` is float"));
+    model.layers[3].parts[0].scheme = Some("w8a16-g128-sym".parse().unwrap());
+    assert_eq!(words("ONNX Runtime", &model)[0], "no");
+    let opt = Outline { family: "opt", ..outline("gptq", LLAMA_8B, "w4a16-g128-sym") };
+    assert_eq!(words("ONNX Runtime", &opt)[0], "no");
+}
+
 #[test]
 fn no_engine_reads_the_container_of_qserve() {
     let model = outline("qserve", LLAMA_8B, "w4a8-g128-asym-progressive");
@@ -442,6 +463,8 @@ fn facts_have_a_version_and_a_day() {
     assert_eq!(known("vLLM, CPU", "llama"), run);
     assert_eq!(known("SGLang", "llama"), Known { basis: Basis::Read, version: "0.5.23", date: "2026-11-22" });
     assert_eq!(known("vLLM, CUDA", "granite").date, "2026-11-25");
+    assert_eq!(known("mlx-lm", "llama"), Known { basis: Basis::Run, version: "0.32.2", date: "2026-11-27" });
+    assert_eq!(known("mlx-lm", "qwen3").basis, Basis::Read);
     for fact in ENGINES.iter().flat_map(|engine| engine.models) {
         let (version, date) = fact.on.unwrap_or(("0", "2026-11-22"));
         assert!(version.starts_with(|c: char| c.is_ascii_digit()), "{version}");

@@ -234,6 +234,19 @@ pub static ENGINES: &[Engine] = &[
         reads: &[reading(AWQ, others::mlx, experts::not_followed)],
     },
     Engine {
+        name: "ONNX Runtime GenAI",
+        loader: loaders::ORT_GENAI,
+        command: "python -m onnxruntime_genai.models.builder -i OUT -o ONNX -p int4 -e cpu \
+                  --extra_options nodes_to_exclude=/lm_head/MatMul",
+        is_common: false,
+        tensor_parallel: false,
+        models: models::ORT_GENAI,
+        reads: &[
+            reading(AWQ, others::ort_genai, experts::not_followed),
+            reading(GPTQ, others::ort_genai, experts::not_followed),
+        ],
+    },
+    Engine {
         name: "llama.cpp, converter",
         loader: loaders::LLAMA_CPP,
         command: "convert_hf_to_gguf.py OUT",

@@ -552,10 +552,17 @@ pub(super) const TURBOMIND: &[Fact] = &[
 
 pub(super) const MLX: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
+    fact(&["llama"], Has::Yes, Basis::Run).on("0.32.2", "2026-11-27"),
     fact(LLAMAS, Has::Yes, Basis::Read),
     fact(OPT, Has::Unsure("whether it supports OPT was not checked"), Basis::NotChecked),
 ];
 
+pub(super) const ORT_GENAI: &[Fact] = &[
+    fact(EXPERTS, Has::Yes, Basis::NotChecked),
+    fact(&["llama"], Has::Yes, Basis::Run),
+    fact(&["mistral", "qwen2", "qwen3"], Has::Yes, Basis::Read),
+    fact(OPT, Has::No("it does not support OPT"), Basis::Read),
+];
 pub(super) const LLAMA_CPP: &[Fact] = &[
     fact(EXPERTS, Has::Yes, Basis::NotChecked),
     fact(&["llama"], Has::Yes, Basis::Run),

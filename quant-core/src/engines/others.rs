@@ -172,6 +172,28 @@ pub(super) fn mlx(outline: &Outline, _ranks: usize) -> Compatibility {
     }
 }
 
+/// The operator that multiplies by packed weights needs groups whose size is a power of two. The model builder looks for
+/// codes of every linear.
+pub(super) fn ort_genai(outline: &Outline, _ranks: usize) -> Compatibility {
+    if let Some(part) = outline.layers.iter().flat_map(|l| &l.parts).find(|part| part.scheme.is_none()) {
+        return No(format!("`{}` is float, but its model builder needs codes of every linear", part.module));
+    }
+    let loads = |scheme: &LinearScheme| match scheme.granularity {
+        Granularity::Group(size) => size >= 16 && size.is_power_of_two() && matches!(scheme.bits(), 2 | 4 | 8),
+        _ => false,
+    };
+    match &outline.schemes()[..] {
+        [scheme] if loads(scheme) => With(
+            "its model builder rounds a float head to 4 bits, unless nodes_to_exclude names it; on a CPU, it rounds \
+             activations to 8 bits"
+                .into(),
+        ),
+        _ => No("it supports only one scheme per checkpoint, with 2, 4 or 8 bits, and groups whose size is a power of \
+                 two and at least 16"
+            .into()),
+    }
+}
+
 /// llama.cpp's converter reads FP8 with scales per row or block, and NVFP4 if the number of inputs is a multiple of 64.
 fn llama_cpp_floats(outline: &Outline, scheme: LinearScheme) -> Compatibility {
     match (scheme.fixed_scales(), scheme.granularity) {
