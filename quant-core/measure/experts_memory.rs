@@ -4,7 +4,8 @@
 //! cargo run --release -p quant-core --example experts_memory -- METHOD [BLOCK] [EXPERTS] [HIDDEN] [WIDTH] [SAMPLES] [LENGTH] [BUDGET]
 //! ```
 //!
-//! METHOD is a method such as `rtn` or `gptq`. BLOCK is one of:
+//! METHOD is a method such as `rtn` or `gptq`; `awq:reference` and `awq-gptq:reference` compare candidates on the whole
+//! batch, and `smoothquant:auto` searches exponents. BLOCK is one of:
 //!
 //! - `latent` (default): as in DeepSeek-V3, with a shared expert and latent attention; HIDDEN must be a multiple of
 //!   1792.
@@ -27,6 +28,9 @@ use quant_core::checkpoint::{Dtype, TensorInfo};
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, StateFiles, quantize_each_with};
 use quant_core::recipe::{Plan, Recipe, method};
+use quant_core::transform::{
+    Alpha, Automatic, AwqSettings, Search, SmoothSettings, StepSettings, TransformSettings,
+};
 use quant_core::{CancelToken, Error, Result, Silent, TensorSink, TensorSource};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -78,9 +82,19 @@ fn run(
     };
     let source = Arc::new(source);
     let model = Model::new(source, Path::new("config.json"), &config)?;
+    let (base, search) = name.split_once(':').unwrap_or((name, ""));
+    let settings = match search {
+        "reference" => StepSettings::of(AwqSettings { search: Search::Reference }),
+        "auto" => {
+            let alpha = Some(Alpha::Auto(Automatic::Auto));
+            StepSettings::of(SmoothSettings { alpha, ..SmoothSettings::default() })
+        }
+        _ => StepSettings::default(),
+    };
     let recipe = Recipe {
-        method: method(name)?,
-        scheme: if name == "smoothquant" { "w8a8-channel-sym" } else { "w4a16-g128-sym" }.parse()?,
+        method: method(base)?,
+        settings: TransformSettings { steps: settings, ..TransformSettings::default() },
+        scheme: if base == "smoothquant" { "w8a8-channel-sym" } else { "w4a16-g128-sym" }.parse()?,
         sampling: Sampling { samples, length, ..Sampling::default() },
         ..Recipe::preset("rtn-w4a16")?
     };

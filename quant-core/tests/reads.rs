@@ -236,7 +236,9 @@ fn every_weight_is_read_once() {
 #[test]
 fn experts_that_are_apart_are_read_again() {
     let directory = tempfile::tempdir().unwrap();
-    for (method, scheme) in [("awq", "w4a16-g32-sym"), ("smoothquant", "w8a8-channel-sym")] {
+    let cases =
+        [("awq", "w4a16-g32-sym"), ("smoothquant", "w8a8-channel-sym"), ("awq-gptq", "w4a16-g32-sym")];
+    for (method, scheme) in cases {
         for family in [Kind::Mixtral, Kind::Qwen3Moe(true)] {
             let tiny = Tiny { family, dtype: Dtype::Bf16, ..Tiny::default() };
             let bench = Bench::new(&tiny, &recipe(method, scheme));

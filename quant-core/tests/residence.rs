@@ -14,9 +14,11 @@ use quant_core::checkpoint::Dtype;
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, SavedStates, StateFiles, quantize_each_with};
 use quant_core::quantize::gptq::{ActOrder, GptqSettings};
-use quant_core::recipe::{Plan, Recipe};
+use quant_core::recipe::{Plan, Recipe, method};
 use quant_core::round::LayerInputs;
-use quant_core::transform::{AwqSettings, Search, StepSettings, TransformSettings};
+use quant_core::transform::{
+    Alpha, Automatic, AwqSettings, Producers, Search, SmoothSettings, StepSettings, TransformSettings,
+};
 use quant_core::{CancelToken, Error, Event, Observer, Result, TensorSink};
 use serde_json::json;
 use sink::Resumable;
@@ -109,11 +111,20 @@ fn files_do_not_change_the_output() {
         steps: StepSettings::of(AwqSettings { search: Search::Reference }),
         ..TransformSettings::default()
     };
+    let smoothed = |producers| {
+        let alpha = Some(Alpha::Auto(Automatic::Auto));
+        recipe("smoothquant", "w8a8-channel-sym").with_settings(SmoothSettings {
+            alpha,
+            producers,
+            ..SmoothSettings::default()
+        })
+    };
+    let unrotated = method("qoq").unwrap().without(&["rotate".to_owned()]).unwrap();
     let order = |act_order| GptqSettings { act_order, ..GptqSettings::default() };
     let odd = GptqSettings { block_size: 48, ..GptqSettings::default() };
     let cases: Vec<(Kind, Recipe)> = vec![
         (Kind::Llama, recipe("awq", "w4a16-g32-asym")),
-        (Kind::Llama, Recipe { settings: reference, ..recipe("awq", "w4a16-g32-asym") }),
+        (Kind::Llama, Recipe { settings: reference.clone(), ..recipe("awq", "w4a16-g32-asym") }),
         (Kind::Llama, recipe("gptq", "w4a16-g32-sym")),
         (Kind::Llama, recipe("gptq", "w4a16-g32-sym").with_settings(order(ActOrder::StaticGroups))),
         (Kind::Llama, recipe("gptq", "w4a16-g32-sym").with_settings(odd)),
@@ -126,6 +137,13 @@ fn files_do_not_change_the_output() {
         (Kind::Mixtral, recipe("awq", "w4a16-g32-asym")),
         (Kind::Mixtral, recipe("smoothquant", "w8a8-channel-sym")),
         (Kind::Qwen3Moe(true), recipe("smoothquant", "w8a8-channel-sym-static")),
+        (Kind::Mixtral, recipe("awq-gptq", "w4a16-g32-sym")),
+        (Kind::Qwen3Moe(true), recipe("awq-gptq", "w4a16-g32-asym")),
+        (Kind::Mixtral, Recipe { settings: reference.clone(), ..recipe("awq", "w4a16-g32-asym") }),
+        (Kind::Qwen3Moe(true), Recipe { settings: reference.clone(), ..recipe("awq-gptq", "w4a16-g32-sym") }),
+        (Kind::Qwen3Moe(true), Recipe { method: unrotated, ..recipe("qoq", "w4a8-g32") }),
+        (Kind::Mixtral, smoothed(Producers::Norms)),
+        (Kind::Qwen3Moe(true), smoothed(Producers::All)),
         (Kind::Opt, recipe("gptq", "w4a16-g32-sym")),
     ];
     let directory = tempfile::tempdir().unwrap();

@@ -8,22 +8,26 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 use common::{Kind, Tiny, masked_windows, recipe};
-use quant_core::calibrate::{ExpertSampling, Sampling, TokenWindows};
+use quant_core::calibrate::{ExpertSampling, Sampling, Spill, TokenWindows};
+use quant_core::digest::sha256_hex;
 use quant_core::model::Model;
-use quant_core::pipeline::{Job, QuantReport, quantize_job};
+use quant_core::pipeline::{Job, QuantReport, StateFiles, quantize_each_with};
 use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{Action, Plan, PlanEntry, Recipe};
 use quant_core::round::LayerInputs;
+use quant_core::transform::{Alpha, Automatic, SmoothSettings};
 use quant_core::{CancelToken, Error, Result, Silent, TensorSink};
-use serde_json::Value;
+use serde_json::{Value, json};
 use sink::Resumable;
+use tempfile::TempDir;
 
 const BLOCKS: usize = 2;
 
-/// A sink of a run that is killed after a number of tensors, all of which are on the disk.
+/// A sink of a run that is killed after a number of tensors or findings, all of which are on the disk.
 struct Killed<'a> {
     sink: &'a mut Resumable,
     left: usize,
+    counts_tensors: bool,
     cancel: &'a CancelToken,
 }
 
@@ -38,11 +42,14 @@ impl TensorSink for Killed<'_> {
 
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
         self.sink.remember(key, value)?;
-        if self.left == 1 {
-            self.sink.commit()?;
-            self.cancel.cancel();
+        // Reports of tensors are objects.
+        if value.is_object() == self.counts_tensors && !value.is_null() {
+            if self.left == 1 {
+                self.sink.commit()?;
+                self.cancel.cancel();
+            }
+            self.left = self.left.saturating_sub(1);
         }
-        self.left = self.left.saturating_sub(1);
         Ok(())
     }
 
@@ -60,9 +67,10 @@ impl TensorSink for Killed<'_> {
     }
 }
 
-/// A sink that lists what is written and read back.
+/// A sink that lists what is found, written and read back.
 struct Listing {
     sink: Resumable,
+    found: BTreeSet<String>,
     written: BTreeSet<String>,
     read: Mutex<BTreeSet<String>>,
     /// Tensors whose bytes are exchanged when they are read back.
@@ -80,6 +88,9 @@ impl TensorSink for Listing {
     }
 
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
+        if is_finding(key) && !value.is_null() {
+            self.found.insert(key.to_owned());
+        }
         self.sink.remember(key, value)
     }
 
@@ -102,10 +113,21 @@ impl TensorSink for Listing {
     }
 }
 
+fn is_finding(key: &str) -> bool {
+    key.starts_with("search in span ")
+}
+
+/// The keys of what searches have found.
+fn findings(sink: &Resumable) -> BTreeSet<String> {
+    sink.records.keys().filter(|key| is_finding(key)).cloned().collect()
+}
+
 struct Bench {
     model: Model,
     plan: Plan,
     windows: TokenWindows,
+    /// The directory of hidden states, if the experts of a block are processed one at a time.
+    apart: Option<TempDir>,
 }
 
 impl Bench {
@@ -113,21 +135,29 @@ impl Bench {
         let tiny = Tiny { family, layers: BLOCKS, ..Tiny::default() };
         let model = recipe.prepared(tiny.random(9).model()).unwrap();
         let plan = Plan::new(&model, recipe, recipe.containers[0]).unwrap();
-        Self { model, plan, windows: masked_windows(tiny.vocab, 4, 40, 3) }
+        Self { model, plan, windows: masked_windows(tiny.vocab, 4, 40, 3), apart: None }
     }
 
     fn run(&self, sink: &mut dyn TensorSink, cancel: &CancelToken) -> Result<QuantReport> {
         let windows = Some(&self.windows).filter(|_| self.plan.needs_text());
         let job =
             Job { model: &self.model, plan: &self.plan, windows, maxima: None, observer: &Silent, cancel };
-        quantize_job(&job, sink)
+        let spill = self.apart.as_ref().map(|apart| Spill::new(apart.path(), 0).with_experts_apart(true));
+        let files = StateFiles { spill, ..StateFiles::default() };
+        Ok(quantize_each_with(&[job], vec![sink], &files)?.remove(0))
     }
 
     /// Runs until `tensors` entries of the plan are written; `None` if the run is complete before it sees the signal.
     fn killed(&self, tensors: usize) -> Option<Resumable> {
+        self.killed_after(tensors, true)
+    }
+
+    /// Runs until that many tensors are written, or things found by searches.
+    fn killed_after(&self, left: usize, counts_tensors: bool) -> Option<Resumable> {
         let mut sink = Resumable::new(&self.plan);
         let cancel = CancelToken::new();
-        let outcome = self.run(&mut Killed { sink: &mut sink, left: tensors, cancel: &cancel }, &cancel);
+        let mut killed = Killed { sink: &mut sink, left, counts_tensors, cancel: &cancel };
+        let outcome = self.run(&mut killed, &cancel);
         match outcome {
             Ok(_) => None,
             Err(Error::Interrupted) => Some(sink.resumed()),
@@ -136,8 +166,8 @@ impl Bench {
     }
 
     fn resumed(&self, sink: Resumable, exchanged: Option<[String; 2]>) -> (Listing, QuantReport) {
-        let (written, read) = (BTreeSet::new(), Mutex::default());
-        let mut listing = Listing { sink, written, read, exchanged };
+        let (found, written, read) = (BTreeSet::new(), BTreeSet::new(), Mutex::default());
+        let mut listing = Listing { sink, found, written, read, exchanged };
         let report = self.run(&mut listing, &CancelToken::new()).unwrap();
         (listing, report)
     }
@@ -254,10 +284,87 @@ fn finished_experts_are_read_back() {
     assert!(!differs(0) && differs(1));
 }
 
-/// A sink so slow that each tensor is committed. The run is interrupted after a number of tensors.
+fn searched() -> Vec<(&'static str, Recipe, bool)> {
+    let automatic = SmoothSettings { alpha: Some(Alpha::Auto(Automatic::Auto)), ..SmoothSettings::default() };
+    let smooth = recipe("smoothquant", "w8a8-channel-sym").with_settings(automatic);
+    vec![
+        ("awq", recipe("awq", "w4a16-g32-asym"), false),
+        ("awq", recipe("awq", "w4a16-g32-asym"), true),
+        ("awq-gptq", recipe("awq-gptq", "w4a16-g32-sym"), false),
+        ("smoothquant", smooth.clone(), false),
+        ("smoothquant", smooth, true),
+    ]
+}
+
+/// Wherever a search is killed, what it has found is used by the resumed run.
+#[test]
+fn finished_searches_are_not_repeated() {
+    for family in [Kind::Mixtral, Kind::Qwen3Moe(true), Kind::Llama] {
+        for (what, recipe, apart) in searched() {
+            let mut bench = Bench::new(family, &recipe);
+            bench.apart = apart.then(|| tempfile::tempdir().unwrap());
+            let (whole, expected) = bench.resumed(Resumable::new(&bench.plan), None);
+            assert!(findings(&whole.sink).is_empty(), "{what} of {family:?}: findings are left");
+            let bytes = whole.sink.tensors();
+            let all = whole.found.len();
+            assert!(all > 3, "{what} of {family:?}: {all} findings");
+            let mut used = 0;
+            for left in (1..=all).step_by((all / 6).max(1)) {
+                let Some(killed) = bench.killed_after(left, false) else { continue };
+                let case = format!("{what} of {family:?}, {apart}, killed after {left} of {all} findings");
+                let kept = findings(&killed);
+                used += kept.len();
+                let (listing, report) = bench.resumed(killed, None);
+                assert!(listing.found.is_disjoint(&kept), "{case}: found again");
+                assert!(kept.is_subset(&whole.found) && listing.found.is_subset(&whole.found), "{case}");
+                assert!(findings(&listing.sink).is_empty(), "{case}: findings are left");
+                assert_eq!(report, expected, "{case}");
+                assert!(listing.sink.tensors() == bytes, "{case}: different bytes");
+            }
+            assert!(used > 3, "{what} of {family:?}: only {used} findings were kept");
+        }
+    }
+}
+
+/// What is kept counts, unless it is damaged.
+#[test]
+fn damaged_findings_are_searched_again() {
+    let bench = Bench::new(Kind::Mixtral, &recipe("awq", "w4a16-g32-asym"));
+    let (whole, _) = bench.resumed(Resumable::new(&bench.plan), None);
+    let killed = bench.killed_after(whole.found.len() / 2 - 1, false).unwrap();
+    let bytes = whole.sink.tensors();
+    let is_scaled = |value: &Value| value[1]["scales"].is_string();
+    let is_clipped = |value: &Value| value[1]["choices"].is_string();
+    for (field, is_meant) in [("scales", &is_scaled as &dyn Fn(&Value) -> bool), ("choices", &is_clipped)] {
+        let found = killed.records.iter().find(|(key, value)| is_finding(key) && is_meant(value));
+        let key = found.unwrap_or_else(|| panic!("no {field} were found")).0.clone();
+        for (intact, restored) in [(false, false), (true, true)] {
+            let mut changed = killed.clone();
+            let value = changed.records.get_mut(&key).unwrap();
+            let text = value[1][field].as_str().unwrap().to_owned();
+            let other = match field {
+                // Twice the first scale: the exponent grows by one.
+                "scales" => {
+                    format!("{:08x}{}", u32::from_str_radix(&text[..8], 16).unwrap() + (1 << 23), &text[8..])
+                }
+                _ => text.chars().map(|choice| if choice == '0' { '9' } else { '0' }).collect(),
+            };
+            value[1][field] = json!(other);
+            if intact {
+                value[0] = json!(sha256_hex(value[1].to_string()));
+            }
+            let (listing, _) = bench.resumed(changed, None);
+            assert_eq!(listing.found.contains(&key), !restored, "{field}");
+            assert_eq!(listing.sink.tensors() == bytes, !restored, "{field}");
+        }
+    }
+}
+
+/// A sink so slow that each tensor is committed. The run is interrupted after a number of tensors or findings.
 struct Slow<'a> {
     sink: &'a mut Resumable,
     left: usize,
+    counts_tensors: bool,
     cancel: &'a CancelToken,
 }
 
@@ -272,7 +379,7 @@ impl TensorSink for Slow<'_> {
 
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
         self.sink.remember(key, value)?;
-        if value.is_object() {
+        if value.is_object() == self.counts_tensors {
             match self.left {
                 0 => self.cancel.cancel(),
                 1 => std::thread::sleep(std::time::Duration::from_millis(1100)),
@@ -301,16 +408,21 @@ impl TensorSink for Slow<'_> {
 fn a_block_whose_other_weights_have_changed_is_not_continued() {
     let written =
         |bench: &Bench, sink: &Resumable| bench.linears(0).filter(|entry| is_written(sink, entry)).count();
-    for (method, scheme) in [("gptq", "w4a16-g32-sym"), ("awq", "w4a16-g32-sym"), ("rtn", "w4a16-g32-sym")] {
-        let recipe = recipe(method, scheme);
+    for (method, counts_tensors) in [("gptq", true), ("awq", true), ("awq", false), ("rtn", true)] {
+        let recipe = recipe(method, "w4a16-g32-sym");
         let mut bench = Bench::new(Kind::Mixtral, &recipe);
         let gates = [0, 1].map(|layer| format!("model.layers.{layer}.block_sparse_moe.gate.weight"));
         let before = bench.plan.entries.iter().take_while(|entry| entry.layer.is_none()).count();
         let (mut sink, cancel) = (Resumable::new(&bench.plan), CancelToken::new());
-        let outcome = bench.run(&mut Slow { sink: &mut sink, left: before + 3, cancel: &cancel }, &cancel);
+        let left = if counts_tensors { before + 3 } else { 3 };
+        let outcome =
+            bench.run(&mut Slow { sink: &mut sink, left, counts_tensors, cancel: &cancel }, &cancel);
         assert!(matches!(outcome, Err(Error::Interrupted)), "{method}");
         let begun = sink.resumed();
-        assert!((1..bench.linears(0).count()).contains(&written(&bench, &begun)), "{method}");
+        match counts_tensors {
+            true => assert!((1..bench.linears(0).count()).contains(&written(&bench, &begun)), "{method}"),
+            false => assert!(written(&bench, &begun) == 0 && findings(&begun).len() > 1, "{method}"),
+        }
         assert!(begun.recall(&gates[0]).is_none(), "{method}");
         for (at, gate) in gates.iter().enumerate() {
             let tiny = Tiny { family: Kind::Mixtral, layers: BLOCKS, ..Tiny::default() };

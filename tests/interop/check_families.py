@@ -479,9 +479,9 @@ class Family:
             self.join_experts(tensors)
             save_file(tensors, floats / "model.safetensors", metadata={"format": "pt"})
             return floats
-        is_hybrid = config["model_type"] == "granitemoehybrid"
-        is_granite, is_gemma = is_hybrid or config["model_type"] == "granitemoe", config["model_type"] == "gemma4_text"
-        linears = ("w1", "w3", "w2") if is_granite and not is_hybrid else ("gate_proj", "up_proj", "down_proj")
+        is_granite = config["model_type"] in ("granitemoe", "granitemoehybrid")
+        is_gemma = config["model_type"] == "gemma4_text"
+        linears = ("gate_proj", "up_proj", "down_proj")
         count = config["num_experts" if is_gemma else "num_local_experts"]
         for layer in range(config["num_hidden_layers"]):
             mlp = f"model.layers.{layer}.{'block_sparse_moe.' if is_granite else '' if is_gemma else 'mlp.'}"

@@ -65,7 +65,8 @@ FAMILIES = [
     "deepseek_v3-128",
 ]
 EXPERTS = ["mixtral", "qwen3-moe", "qwen2_moe-all", "hy_v3-128", "deepseek_v3-128", "olmoe-128", "glm4_moe-128",
-           "minimax_m2-128", "ernie4_5_moe-128", "lfm2_moe-128", "qwen3_next-128", "cohere2_moe-128", "llama4-128"]
+           "minimax_m2-128", "ernie4_5_moe-128", "lfm2_moe-128", "qwen3_next-128", "cohere2_moe-128", "llama4-128",
+           "granitemoe-128"]
 
 
 class Vllm:

@@ -459,6 +459,9 @@ ENGINES = {
     "hy_v3-128": EXPERTS | {"model_type": "hy_v3", "head_dim": 32, "num_experts": 6, "moe_intermediate_size": 128,
                             "router_scaling_factor": 1.7, "first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True,
                             "qk_norm": True},
+    "granitemoe-128": EXPERTS | {"model_type": "granitemoe", "num_local_experts": 6, "intermediate_size": 128,
+                                 "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.6,
+                                 "logits_scaling": 2.5},
     # vLLM never normalizes the weights of OLMoE's experts.
     "olmoe-128": EXPERTS | {"model_type": "olmoe", "num_experts": 6, "intermediate_size": 128, "norm_topk_prob": False},
     "glm4_moe-128": DEEPSEEK | {"model_type": "glm4_moe", "head_dim": 64, "use_qk_norm": True, "attention_bias": True,

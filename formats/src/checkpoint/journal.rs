@@ -56,7 +56,7 @@ impl WriteJournal {
     }
 
     /// Reads a journal; a missing one is empty. Lines that do not parse are skipped, and the last line for a tensor or
-    /// record counts.
+    /// record counts. A record whose last value is null is removed.
     pub(crate) fn load(path: &Path) -> Result<Entries> {
         let fail = |e| Error::io("read", path, e);
         let mut reader = match path.symlink_metadata() {
@@ -78,6 +78,9 @@ impl WriteJournal {
                     if let Some(hash) = from_hex(&blake3) {
                         entries.tensors.insert(tensor, hash);
                     }
+                }
+                Ok(Line::Record { record, value: Value::Null }) => {
+                    entries.records.remove(&record);
                 }
                 Ok(Line::Record { record, value }) => {
                     entries.records.insert(record, value.to_string().into());

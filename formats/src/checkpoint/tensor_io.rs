@@ -178,7 +178,8 @@ pub trait TensorSink: Send {
     }
 
     /// Stores a record with the tensors, so that a resumed run can report the results of an earlier one. It becomes
-    /// durable with the next [`commit`](Self::commit). A sink that cannot be resumed need not store records.
+    /// durable with the next [`commit`](Self::commit). A null value removes the record. A sink that cannot be resumed
+    /// need not store records.
     ///
     /// # Errors
     /// When it cannot be stored.

@@ -520,7 +520,10 @@ impl TensorSink for CheckpointWriter {
     }
 
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
-        self.records.insert(key.to_owned(), value.to_string().into());
+        match value {
+            Value::Null => self.records.remove(key),
+            value => self.records.insert(key.to_owned(), value.to_string().into()),
+        };
         self.fresh_records.insert(key.to_owned());
         Ok(())
     }
@@ -554,7 +557,8 @@ impl TensorSink for CheckpointWriter {
         }
         // Sorted, so that the journal does not depend on the order of writing.
         let fresh = std::mem::take(&mut self.fresh_records);
-        let records = fresh.iter().filter_map(|key| Some((key.as_str(), &**self.records.get(key)?)));
+        let value = |key: &String| self.records.get(key).map_or("null", |value| &**value);
+        let records = fresh.iter().map(|key| (key.as_str(), value(key)));
         let shards = self.layout.shards().iter().zip(&self.tensors);
         let unnoted = shards.flat_map(|(shard, all)| shard.tensors.iter().zip(all));
         let unnoted = unnoted.filter(|(_, p)| !p.journaled);

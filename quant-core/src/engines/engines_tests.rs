@@ -544,7 +544,10 @@ fn classes_of_others_and_linears_without_names() {
     let mut mixed = of("phi");
     mixed.layers[3].parts[0].scheme = None;
     assert!(reason("SGLang", &mixed, 1).contains("its class has no name for `down_proj`"));
-    assert_eq!(words("vLLM, CUDA", &of("granitemoe"))[0], "no");
+    assert_eq!(words("vLLM, CUDA", &of("granitemoe"))[0], "yes");
+    for name in ["vLLM, CUDA", "vLLM, CPU"] {
+        assert!(reason(name, &of("gpt_oss"), 1).contains("skips"), "{name}");
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::calibrate::HiddenStates;
 use crate::checkpoint::Dtype;
 use crate::digest::sha256_hex;
 use crate::model::{BlockGraph, Model, NodeId};
-use crate::pipeline::{SearchContext, search_rewrites};
+use crate::pipeline::{SearchContext, Searched, search_rewrites};
 use crate::transform::{BlockGrid, FoldRecord, Search, rewritten};
 use crate::{CancelToken, Error, Event, Observer, Result};
 
@@ -65,9 +65,11 @@ impl Steps {
                 cancel,
             };
             let advance = layer + 1 < a.layers;
-            let (alone, grids) = (transforms.len() == 1, [BTreeMap::new()]);
+            let (alone, searched) =
+                (transforms.len() == 1, [Searched { grids: &BTreeMap::new(), findings: None }]);
+            let states_of_block = Some(&mut *states);
             let found =
-                search_rewrites(transforms, &context, &block, &grids, Some(&mut *states), advance && alone)?;
+                search_rewrites(transforms, &context, &block, &searched, states_of_block, advance && alone)?;
             if advance && !alone {
                 states.advance(&block, cancel)?;
             }

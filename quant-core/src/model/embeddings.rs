@@ -9,6 +9,7 @@ use super::arch::{EmbeddingScale, LearnedPositions, Op};
 use super::per_layer::PerLayer;
 use super::{Linear, Model, Norm, PositionTable};
 use crate::checkpoint::{Dtype, TensorSource, non_finite_in_whole, require_finite_bytes};
+use crate::wording::counted;
 use crate::{Error, Result};
 
 pub(super) struct Rows {
@@ -101,15 +102,21 @@ impl Model {
     pub fn check_positions(&self, window: usize) -> Result<()> {
         let a = self.architecture();
         let limits = [
-            (a.learned_positions.as_ref().map(|_| a.max_positions), "learned positions of the model"),
-            (a.selected_keys, "keys that the model's indexer selects for each query, which is not supported"),
+            (a.learned_positions.as_ref().map(|_| a.max_positions), "learned position", "of the model"),
+            (
+                a.selected_keys,
+                "key",
+                "that the model's indexer selects for each query, which is not supported",
+            ),
         ];
-        for (limit, what) in limits {
+        for (limit, noun, of) in limits {
             if let Some(limit) = limit.filter(|limit| window > *limit) {
+                let noun = counted(limit, noun);
+                let most = counted(limit, "token");
                 return Err(Error::usage(
-                    format!("windows of {window} tokens exceed the {limit} {what}"),
+                    format!("windows of {window} tokens exceed the {noun} {of}"),
                     format!(
-                        "request at most {limit} tokens with ‹seq_len›, ‹window›, or ‹prefill› and ‹decode› together"
+                        "request at most {most} with ‹seq_len›, ‹window›, or ‹prefill› and ‹decode› together"
                     ),
                 ));
             }

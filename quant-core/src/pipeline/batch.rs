@@ -9,8 +9,9 @@ use serde_json::Value;
 
 use super::conveyor::{Conveyor, SpanWork};
 use super::decision::Decision;
+use super::findings::KeptFindings;
 use super::read_back::{Written, finished_linears};
-use super::search::{Context, grids, norm_dtypes, search_rewrites};
+use super::search::{Context, Searched, grids, norm_dtypes, search_rewrites};
 use super::source::{Hashes, ReadWeights};
 use super::states::{self, StateFiles, Streams};
 use super::{Job, Program, WRITE};
@@ -194,7 +195,17 @@ impl Batch {
             observer: job.observer,
             cancel: job.cancel,
         };
-        let rewrites = self.search(job, &context, [&block, &watched], &grids)?;
+        let rewrites = {
+            let hashes = Hashes::default();
+            let searching = conveyors.iter_mut().enumerate().filter(|(i, _)| open.contains(i));
+            let stores = searching.map(|(_, conveyor)| {
+                KeptFindings::new(conveyor, span, ReadWeights::of(Some(&block), true, &hashes))
+            });
+            let stores: Vec<_> = stores.collect();
+            let searched =
+                grids.iter().zip(&stores).map(|(grids, store)| Searched { grids, findings: Some(store) });
+            self.search(job, &context, [&block, &watched], &searched.collect::<Vec<_>>())?
+        };
         let mut decisions = BTreeMap::new();
         for ((&i, grids), rewrite) in open.iter().zip(&grids).zip(rewrites) {
             let inputs = context.input_grids(&block, grids, &rewrite)?;
@@ -209,7 +220,12 @@ impl Batch {
             if let Some(which) = self.passes.rounding {
                 let finished = finished_linears(&conveyors[i], span)?;
                 let known = (&decision, &unrouted, finished);
-                let run = self.rounding((job, &prefix), &block, grids, known, which, advance)?;
+                if which != States::Quantized {
+                    // If the block is rounded stage by stage, each weight is read in its own stage.
+                    timed(job.observer, reading(job), || block.load())?;
+                }
+                let rewritten = context.applied(&decision.rewrite, &block)?;
+                let run = self.rounding((job, &prefix), rewritten, grids, known, which, advance)?;
                 round(job, run, &mut conveyors[i], span, &decision, (&block, grids))?;
             }
             decisions.insert(i, decision);
@@ -253,7 +269,7 @@ impl Batch {
         job: &Job<'_>,
         context: &Context<'_>,
         [block, watched]: [&Block; 2],
-        grids: &[BTreeMap<NodeId, LinearGrid>],
+        searched: &[Searched<'_>],
     ) -> Result<Vec<Rewrite>> {
         let states = self.passes.search.and_then(|which| self.states.of(which));
         if states.is_some() && !context.experts_apart {
@@ -262,7 +278,7 @@ impl Batch {
         let advance = self.passes.search == Some(States::Float);
         let is_watched = watched.runs_unrouted();
         let rewrites =
-            search_rewrites(&self.transforms, context, watched, grids, states, advance && !is_watched)?;
+            search_rewrites(&self.transforms, context, watched, searched, states, advance && !is_watched)?;
         if let (Some(float), true) = (&mut self.states.float, advance && is_watched) {
             timed(job.observer, "forward", || float.advance(block, job.cancel))?;
         }
@@ -351,11 +367,11 @@ impl Batch {
         Ok(ranges)
     }
 
-    /// Begins to round the rewritten block on these states.
+    /// Begins to round a rewritten block on these states.
     fn rounding<'a>(
         &'a mut self,
         (job, prefix): (&'a Job<'_>, &'a str),
-        block: &Block,
+        block: Block,
         grids: &'a BTreeMap<NodeId, LinearGrid>,
         (decision, unrouted, finished): (&'a Decision, &'a BTreeMap<NodeId, u64>, BTreeSet<NodeId>),
         which: States,
@@ -364,13 +380,9 @@ impl Batch {
         let states = self.states.of(which);
         let states =
             states.ok_or_else(|| Error::Internal("a rounding needs states, but there is no batch".into()))?;
-        if which != States::Quantized {
-            // If the block is rounded stage by stage, each weight is read in its own stage.
-            timed(job.observer, reading(job), || block.load())?;
-        }
         let task = RoundingTask {
             prefix,
-            block: decision.rewrite.apply(block)?,
+            block,
             grids,
             rewrite: &decision.rewrite,
             inputs: &decision.inputs,

@@ -1,7 +1,7 @@
 //! The tensors on their way to the sink: while one tensor is rounded, the next is read and hashed and the previous one
 //! is written.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -63,8 +63,10 @@ pub(super) struct Conveyor<'a, 'j> {
     spare: Vec<u8>,
     /// The time of the last commit, and how long it took.
     committed: (Instant, Duration),
-    /// The span in which tensors were committed before its end.
+    /// The span of which something was committed before its end.
     begun: Option<usize>,
+    /// The keys of what searches have found in the current span.
+    found: BTreeSet<String>,
     /// The largest magnitudes of linears that share a scale.
     shared: BTreeMap<String, f32>,
 }
@@ -102,6 +104,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             spare,
             committed,
             begun: None,
+            found: BTreeSet::new(),
             shared,
         })
     }
@@ -168,9 +171,35 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
         self.pending = Some(PendingWrite { index, tensor, end: None });
+        self.commit_at_times(span, &work.held)
+    }
+
+    /// Returns what an interrupted run has found in a search of a block.
+    pub(super) fn recall_finding(&mut self, key: &str) -> Option<Value> {
+        let value = self.sink.recall(key)?;
+        self.found.insert(key.to_owned());
+        Some(value)
+    }
+
+    /// Keeps what a search has found in the block of a span until the block is written.
+    pub(super) fn remember_finding(
+        &mut self,
+        span: usize,
+        (key, value): (&str, &Value),
+        held: &ReadWeights<'_>,
+    ) -> Result<()> {
+        if !self.sink.is_resumable() {
+            return Ok(());
+        }
+        self.sink.remember(key, value)?;
+        self.found.insert(key.to_owned());
+        self.commit_at_times(span, held)
+    }
+
+    fn commit_at_times(&mut self, span: usize, held: &ReadWeights<'_>) -> Result<()> {
         let (last, cost) = self.committed;
         match last.elapsed() >= COMMIT_EVERY.max(SHARE_OF_RUN * cost) {
-            true => self.commit_within(span, &work.held),
+            true => self.commit_within(span, held),
             false => Ok(()),
         }
     }
@@ -220,6 +249,9 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let reports = self.tensors[self.spans[span].clone()].iter().flatten();
         let hashes: Vec<String> = reports.map(|report| report.source_sha256.clone()).collect();
         self.require_unchanged(span, &hashes)?;
+        for key in std::mem::take(&mut self.found) {
+            self.sink.remember(&key, &Value::Null)?;
+        }
         self.begun = None;
         self.commit()
     }

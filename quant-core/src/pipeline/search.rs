@@ -8,7 +8,9 @@ use crate::calibrate::{ChannelRanges, HiddenStates};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, Model, NodeId};
 use crate::recipe::{Action, Plan, PlanEntry};
-use crate::transform::{BlockGrid, BlockTask, LinearGrid, Rewrite, Transform, TransformSettings};
+use crate::transform::{
+    BlockGrid, BlockTask, FindingStore, Findings, LinearGrid, Rewrite, Transform, TransformSettings,
+};
 use crate::{CancelToken, Error, Observer, Result};
 use quant_formats::timed;
 
@@ -29,7 +31,12 @@ pub(crate) struct Context<'a> {
 }
 
 impl Context<'_> {
-    fn task<'t>(&'t self, block: &'t Block, grids: &'t BTreeMap<NodeId, LinearGrid>) -> BlockTask<'t> {
+    fn task<'t>(
+        &'t self,
+        block: &'t Block,
+        grids: &'t BTreeMap<NodeId, LinearGrid>,
+        findings: Option<Findings<'t>>,
+    ) -> BlockTask<'t> {
         BlockTask {
             prefix: self.prefix,
             block,
@@ -40,8 +47,14 @@ impl Context<'_> {
             smoothing: self.smoothing,
             ranges: self.ranges,
             experts_apart: self.experts_apart,
+            findings,
             cancel: self.cancel,
         }
+    }
+
+    /// The block with everything except clipping applied.
+    pub(super) fn applied(&self, rewrite: &Rewrite, block: &Block) -> Result<Block> {
+        if self.experts_apart { rewrite.apply_on_read(block) } else { rewrite.apply(block) }
     }
 
     /// Returns the static input grids, which are the same for all tokens, of the rewritten block.
@@ -51,7 +64,7 @@ impl Context<'_> {
         grids: &BTreeMap<NodeId, LinearGrid>,
         rewrite: &Rewrite,
     ) -> Result<BTreeMap<NodeId, StaticScale>> {
-        let task = self.task(block, grids);
+        let task = self.task(block, grids, None);
         let ranges = rewrite.ranges(block.graph(), self.ranges.clone());
         let grid = |&node: &NodeId| {
             let grid = task.input_grid(node, &ranges).transpose()?;
@@ -61,32 +74,42 @@ impl Context<'_> {
     }
 }
 
-/// Searches the rewrite of the block for every task, one task per element of `grids`. `states` is the input of the
-/// block, if a transform needs it. If `advance` is set, there must be only one transform, which replaces the states
+/// A job's part of a search: the grids of the linears, and the findings of an interrupted run.
+pub(crate) struct Searched<'a> {
+    pub(crate) grids: &'a BTreeMap<NodeId, LinearGrid>,
+    pub(crate) findings: Option<&'a dyn FindingStore>,
+}
+
+/// Searches the rewrite of the block for every element of `searched`. `states` is the input of the block, if a
+/// transform needs it. If `advance` is set, there must be only one transform, which replaces the states
 /// with the output of the float block.
 pub(crate) fn search_rewrites(
     transforms: &[&dyn Transform],
     context: &Context<'_>,
     block: &Block,
-    grids: &[BTreeMap<NodeId, LinearGrid>],
+    searched: &[Searched<'_>],
     mut states: Option<&mut HiddenStates>,
     advance: bool,
 ) -> Result<Vec<Rewrite>> {
     let Some((first, rest)) = transforms.split_first() else {
-        return Ok(grids.iter().map(|_| Rewrite::default()).collect());
+        return Ok(searched.iter().map(|_| Rewrite::default()).collect());
     };
-    let tasks: Vec<_> = grids.iter().map(|grids| context.task(block, grids)).collect();
+    let of_step = |step| move |store| Findings { store, step };
+    let tasks = searched
+        .iter()
+        .map(|Searched { grids, findings }| context.task(block, grids, findings.map(of_step(0))));
+    let tasks: Vec<_> = tasks.collect();
     let observer = context.observer;
     let mut rewrites = one_per_task(first, tasks.len(), || {
         timed(observer, first.name(), || first.search(&tasks, states.as_deref_mut(), advance))
     })?;
-    for (grids, rewrite) in grids.iter().zip(&mut rewrites) {
-        for transform in rest {
+    for (Searched { grids, findings }, rewrite) in searched.iter().zip(&mut rewrites) {
+        for (step, transform) in (1..).zip(rest) {
             // Tasks with different grids may have different rewritten blocks, so each is searched separately.
-            let rewritten = rewrite.apply(block)?;
+            let rewritten = context.applied(rewrite, block)?;
             let ranges = rewrite.ranges(block.graph(), context.ranges.clone());
             let context = Context { ranges: &ranges, ..*context };
-            let task = [context.task(&rewritten, grids)];
+            let task = [context.task(&rewritten, grids, findings.map(of_step(step)))];
             let next = one_per_task(transform, task.len(), || {
                 timed(observer, transform.name(), || transform.search(&task, states.as_deref_mut(), false))
             })?;

@@ -92,7 +92,10 @@ impl Plan {
             let copies = match residence {
                 // The saved states, and their next version, which is written before it replaces them.
                 Residence::Memory => 2 * states.min(2),
-                Residence::Files { .. } => 2 * states.min(2) + states,
+                // A pass by expert has states of its own, and a sum of the experts.
+                Residence::Files { experts_apart, .. } => {
+                    2 * states.min(2) + states + 2 * u64::from(experts_apart)
+                }
             };
             (4 * widest).saturating_mul(copies).saturating_mul(tokens)
         };
@@ -186,8 +189,11 @@ impl Plan {
         let pieces = self.piece_memory(graph, tokens);
         let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);
         let searching = transforms.iter().map(|t| t.memory(&work)).max().unwrap_or(0);
-        // A block that a transform has rewritten stays in memory in f32 for the next transform and the rounding.
-        let rewritten = if transforms.len() + usize::from(staged) > 1 { 4 * work.all_weights() } else { 0 };
+        // A block that a transform has rewritten stays in memory in f32 for the next transform and the rounding. If
+        // experts are processed one at a time, they are rewritten when they are read.
+        let weights = graph.linears().map(|(id, _, [n, k], _)| (graph.expert_of(id), (n * k) as u64));
+        let is_rewritten = transforms.len() + usize::from(staged) > 1;
+        let rewritten = if is_rewritten { 4 * resident(weights, experts_apart) } else { 0 };
         let mut steps = vec![
             pieces.saturating_add(gathering).saturating_add(rewritten),
             searching.saturating_add(rewritten),

@@ -19,9 +19,11 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::candidates::{Candidate, Choice, choose_exactly};
+use super::findings::{from_text, to_text};
 use super::objective::Objective;
 use super::sample::{PLACE_BYTES, RaceShape};
 use super::statistics::{InputStatistics, Kept, Wanted};
@@ -55,18 +57,29 @@ pub(super) fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
     graph.fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
 }
 
+/// The bytes of the record of a search, besides scales.
+const FOUND_BYTES: u64 = 4096;
+
 /// The approximate fraction of the batch on which a candidate of the fast search runs; most are eliminated early.
 const RACE_FRACTION: f64 = 1.0 / 8.0;
 
-/// The memory of the scale search, and the part of it that is kept from the batch before the search starts.
+/// The memory of the scale search, and the part of it that is kept from the batch before the search starts. Both
+/// contain what is kept of a block's findings for a run that resumes.
 fn memory(work: &Workload<'_>) -> [u64; 2] {
     let groups = groups(work.graph);
+    let kept = groups.iter().map(|group| FOUND_BYTES + (8 * work.shape(group.consumers[0])[1]) as u64);
+    let kept = kept.sum::<u64>().saturating_add(clip::found_bytes(work));
+    search_memory(work, &groups).map(|bytes| bytes.saturating_add(kept))
+}
+
+fn search_memory(work: &Workload<'_>, groups: &[FoldGroup]) -> [u64; 2] {
     if search_of(work.settings) == Search::Reference {
         let largest = groups.iter().map(|g| whole_batch_memory(work, g)).max().unwrap_or(0);
-        return [largest; 2];
+        let clips = if work.experts_apart { clip::memory_by_expert(work) } else { 0 };
+        return [largest.saturating_add(clips); 2];
     }
     if work.experts_apart {
-        return memory_by_expert(work, &groups);
+        return memory_by_expert(work, groups);
     }
     gathered_memory(work, &groups.iter().collect::<Vec<_>>())
 }
@@ -204,9 +217,30 @@ fn whole_batch_memory(work: &Workload<'_>, group: &FoldGroup) -> u64 {
     if group.consumers.len() == 1 {
         return 4 * k * tokens.min(k) + 4 * n * tokens.min(512);
     }
+    let width = work.graph.width(group.inspected) as u64;
+    let values = (4 * (k + width)).saturating_mul(tokens);
+    if work.experts_apart && awq_by_expert::reads_experts_apart(work.graph, group) {
+        let experts = awq_by_expert::order(work.graph).map_or(0, |order| order.experts.len());
+        let weights = group.consumers.iter().map(|&c| (work.graph.expert_of(c), work.weights(c) as u64));
+        // The rows of an expert, a sum that becomes an output, and sums of further candidates.
+        let rows =
+            (8.0 * k as f64 * tokens as f64 * work.share_of_tokens(group.consumers[0]).min(0.5)) as u64;
+        let sums = by_expert::SUM_BYTES.min((4 * width * SCALE_CANDIDATES as u64).saturating_mul(tokens));
+        let token = by_expert::token_bytes(width as usize, experts) + 4 * width;
+        let more = token.saturating_mul(tokens).saturating_add(rows).saturating_add(sums);
+        return values.saturating_add(more).saturating_add(4 * largest_part(weights));
+    }
     let rounded: u64 = group.consumers.iter().map(|&c| 4 * work.weights(c) as u64).sum();
-    let values = k + work.graph.width(group.inspected) as u64;
-    (4 * values).saturating_mul(tokens).saturating_add(rounded)
+    values.saturating_add(rounded)
+}
+
+/// The largest total of an expert, or of everything outside the experts.
+fn largest_part(sizes: impl Iterator<Item = (Option<NodeId>, u64)>) -> u64 {
+    let mut parts: BTreeMap<Option<NodeId>, u64> = BTreeMap::new();
+    for (expert, size) in sizes {
+        *parts.entry(expert).or_default() += size;
+    }
+    parts.into_values().max().unwrap_or(0)
 }
 
 fn scale_work(work: &Workload<'_>) -> SearchWork {
@@ -297,8 +331,8 @@ impl Transform for Awq {
         true
     }
 
-    fn takes_experts_apart(&self, graph: &BlockGraph, settings: &TransformSettings) -> bool {
-        search_of(settings) == Search::Fast && awq_by_expert::order(graph).is_some()
+    fn takes_experts_apart(&self, graph: &BlockGraph, _settings: &TransformSettings) -> bool {
+        awq_by_expert::order(graph).is_some()
     }
 
     fn memory(&self, work: &Workload<'_>) -> u64 {
@@ -331,8 +365,7 @@ impl Transform for Awq {
         let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
         // The reference search uses the whole batch again.
         let searches_all = search_of(first.settings) == Search::Reference;
-        let order =
-            Some(first.block).filter(|block| first.experts_apart && !searches_all && !block.runs_unrouted());
+        let order = Some(first.block).filter(|block| first.experts_apart && !block.runs_unrouted());
         if let Some(order) = order.and_then(|block| awq_by_expert::order(block.graph())) {
             return awq_by_expert::search(tasks, &groups, hidden, advance, &order);
         }
@@ -351,8 +384,8 @@ impl Transform for Awq {
 pub(super) enum Searched<'a> {
     /// A block in memory, and the states that enter it, for the reference search.
     Whole(&'a HiddenStates),
-    /// A block whose experts are read one at a time.
-    ByExpert(&'a ExpertOrder),
+    /// A block whose experts are read one at a time, and the states that enter it, for the reference search.
+    ByExpert(&'a ExpertOrder, Option<&'a HiddenStates>),
 }
 
 /// Searches the scales of all groups and folds them. `hidden` are the states that enter the block, for the reference
@@ -379,8 +412,44 @@ fn scaled(
     Ok(rewrite)
 }
 
-/// `None` if no scaling is best.
+/// What a search has found, as it is kept for a resumed run.
+#[derive(Serialize, Deserialize)]
+struct Found {
+    record: FoldRecord,
+    scales: Option<String>,
+}
+
+/// The key of what was found for a group.
+fn about(task: &BlockTask<'_>, group: &FoldGroup) -> String {
+    format!("scales of {} for {}", task.module(group.producer), task.module(group.consumers[0]))
+}
+
+/// What an interrupted run has found for a group.
+pub(super) fn found(task: &BlockTask<'_>, group: &FoldGroup) -> Option<(FoldRecord, Option<Vec<f32>>)> {
+    let Found { record, scales } = task.recall(&about(task, group))?;
+    let Some(scales) = scales else { return Some((record, None)) };
+    let k = task.block.linear(group.consumers[0]).weight().shape()[1];
+    let valid = |scales: &Vec<f32>| scales.len() == k && scales.iter().all(|s| s.is_finite() && *s > 0.0);
+    from_text(&scales).filter(valid).map(|scales| (record, Some(scales)))
+}
+
+/// The scales are `None` if no scaling is best.
 pub(super) fn choose(
+    task: &BlockTask<'_>,
+    group: &FoldGroup,
+    inputs: &InputStatistics,
+    searched: Searched<'_>,
+) -> Result<(FoldRecord, Option<Vec<f32>>)> {
+    if let Some(found) = found(task, group) {
+        return Ok(found);
+    }
+    let (record, scales) = search(task, group, inputs, searched)?;
+    let found = Found { record, scales: scales.as_deref().map(to_text) };
+    task.remember(&about(task, group), &found)?;
+    Ok((found.record, scales))
+}
+
+fn search(
     task: &BlockTask<'_>,
     group: &FoldGroup,
     inputs: &InputStatistics,
@@ -390,15 +459,15 @@ pub(super) fn choose(
     let tokens = inputs.tokens.get(&group.consumers[0]).map_or(0, |&tokens| tokens as usize);
     let means = inputs.means[&group.input].means();
     let candidates = candidates(task, group, &means)?;
+    let order = match searched {
+        Searched::ByExpert(order, _) if awq_by_expert::reads_experts_apart(task.block.graph(), group) => {
+            Some(order)
+        }
+        _ => None,
+    };
     let choice = if tokens == 0 {
         Ok(Choice::unsearched())
     } else if let Some(sample) = inputs.samples.get(&group.input) {
-        let order = match searched {
-            Searched::ByExpert(order) if awq_by_expert::reads_experts_apart(task.block.graph(), group) => {
-                Some(order)
-            }
-            _ => None,
-        };
         race::choose(task, group, sample, &candidates, order)
     } else {
         let objective = match (inputs.grams.get(&group.input), searched) {
@@ -406,12 +475,14 @@ pub(super) fn choose(
                 let (node, input) = (group.inspected, gram.clone());
                 Objective::Linear { node, input, tokens }
             }
-            (None, Searched::Whole(hidden)) => Objective::new(task, hidden, group, tokens)?,
-            (None, Searched::ByExpert(_)) => {
-                return Err(Error::Internal("the reference search needs all experts at once".into()));
+            (None, Searched::Whole(hidden) | Searched::ByExpert(_, Some(hidden))) => {
+                Objective::new(task, hidden, group, tokens, order)?
+            }
+            (None, Searched::ByExpert(_, None)) => {
+                return Err(Error::Internal("the reference search has no batch".into()));
             }
         };
-        choose_exactly(&candidates, tokens, |c| objective.error(task, &c.scales))
+        choose_exactly(&candidates, tokens, objective.at_once(), |scales| objective.errors(task, scales))
     };
     chosen_scales(task, group, &means, candidates, choice)
 }

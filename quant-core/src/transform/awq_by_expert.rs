@@ -5,10 +5,10 @@
 use super::awq::{self, Searched};
 use super::clip::{self, clip_linears};
 use super::statistics::{Gathering, InputStatistics, Wanted};
-use super::{BlockTask, ClipRecord, FoldRecord, Rewrite, SCALE_CANDIDATES, fold};
+use super::{BlockTask, ClipRecord, FoldRecord, Rewrite, SCALE_CANDIDATES, Search, fold};
 use crate::Result;
 use crate::calibrate::{HiddenStates, StatisticsPass};
-use crate::model::{BlockGraph, ExpertOrder, FoldGroup, NodeId};
+use crate::model::{BlockGraph, CancelTap, ExpertOrder, FoldGroup, NodeId};
 
 /// `None` if AWQ needs all experts at once.
 pub(super) fn order(graph: &BlockGraph) -> Option<ExpertOrder> {
@@ -54,11 +54,11 @@ impl Found {
         task: &BlockTask<'_>,
         groups: &[(usize, &FoldGroup)],
         inputs: &InputStatistics,
-        order: &ExpertOrder,
+        searched: Searched<'_>,
     ) -> Result<()> {
         let mut chosen = Vec::with_capacity(groups.len());
         for (position, group) in groups {
-            let (record, scales) = awq::choose(task, group, inputs, Searched::ByExpert(order))?;
+            let (record, scales) = awq::choose(task, group, inputs, searched)?;
             self.folds.push((*position, record));
             chosen.push((group, scales));
         }
@@ -99,14 +99,17 @@ pub(super) fn search(
 ) -> Result<Vec<Rewrite>> {
     let Some(first) = tasks.first() else { return Ok(Vec::new()) };
     let (block, graph, cancel) = (first.block, first.block.graph().clone(), first.cancel);
+    // The reference search needs the states before the block until the end.
+    let searches_all = !groups.is_empty() && awq::search_of(first.settings) == Search::Reference;
     let mut copy;
-    let states = match advance {
-        true => hidden,
+    let (states, before, moves) = match advance && !searches_all {
+        true => (&mut *hidden, None, true),
         false => {
             copy = hidden.try_clone()?;
-            &mut copy
+            (&mut copy, Some(&*hidden).filter(|_| searches_all), false)
         }
     };
+    let searched = Searched::ByExpert(order, before);
     let numbered = || groups.iter().enumerate();
     let shared: Vec<_> = numbered().filter(|(_, group)| part_of(&graph, group).is_none()).collect();
     let outside = |node: NodeId| graph.expert_of(node).is_none();
@@ -126,24 +129,36 @@ pub(super) fn search(
     };
     let mut all: Vec<Found> = tasks.iter().map(|_| found()).collect();
     for (task, found) in tasks.iter().zip(&mut all) {
-        found.scale(task, &shared, &inputs, order)?;
+        found.scale(task, &shared, &inputs, searched)?;
         found.clip(task, &inputs, outside)?;
     }
     drop(inputs);
     for &(selects, _) in &order.experts {
         let own: Vec<_> = numbered().filter(|(_, group)| part_of(&graph, group) == Some(selects)).collect();
         let inside = |node: NodeId| graph.expert_of(node) == Some(selects);
-        let (inputs, _) = gather(first, &own, states, &inside, |pass, states| {
-            experts.pass_next(states, block, pass, advance, cancel)
-        })?;
+        let is_found = |task: &BlockTask<'_>| {
+            own.iter().all(|(_, group)| awq::found(task, group).is_some()) && clip::are_found(task, inside)
+        };
+        let inputs = if tasks.iter().all(is_found) {
+            // An interrupted run has searched this expert, so no statistics of its inputs are needed.
+            experts.pass_next(states, block, &mut CancelTap(cancel), moves, cancel)?;
+            InputStatistics::default()
+        } else {
+            let gathered = gather(first, &own, states, &inside, |pass, states| {
+                experts.pass_next(states, block, pass, moves, cancel)
+            });
+            gathered?.0
+        };
         for (task, found) in tasks.iter().zip(&mut all) {
-            found.scale(task, &own, &inputs, order)?;
+            found.scale(task, &own, &inputs, searched)?;
             found.clip(task, &inputs, inside)?;
         }
         block.release_expert(selects);
     }
-    if advance {
+    if moves {
         states.advance_parts(block, order, experts, cancel)?;
+    } else if advance {
+        first.advance(hidden)?;
     }
     Ok(all.into_iter().map(Found::finish).collect())
 }

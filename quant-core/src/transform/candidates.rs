@@ -72,17 +72,23 @@ impl Choice {
     }
 }
 
-/// Measures every candidate on all tokens and chooses the best. The first is no scaling. A candidate whose scaled
-/// weights need a scale beyond the range of its dtype is skipped.
+/// Measures every candidate on all tokens, some of them `at_once`, and chooses the best. The first is no scaling. A
+/// candidate whose scaled weights need a scale beyond the range of its dtype is skipped.
 pub(super) fn choose_exactly(
     candidates: &[Candidate],
     tokens: usize,
-    mut measure: impl FnMut(&Candidate) -> Result<f64>,
+    at_once: usize,
+    mut measure: impl FnMut(&[&[f32]]) -> Result<Vec<Result<f64>>>,
 ) -> Result<Choice> {
     let mut tried = Vec::new();
     let mut best: Option<(usize, f64)> = None;
-    for (index, candidate) in candidates.iter().enumerate() {
-        let error = match measure(candidate) {
+    let mut errors = Vec::with_capacity(candidates.len());
+    for some in candidates.chunks(at_once.max(1)) {
+        let scales: Vec<&[f32]> = some.iter().map(|candidate| &candidate.scales[..]).collect();
+        errors.extend(measure(&scales)?);
+    }
+    for (index, (candidate, error)) in candidates.iter().zip(errors).enumerate() {
+        let error = match error {
             Err(Error::Numeric { .. }) if candidate.ratio.is_some() => continue,
             other => other?,
         };

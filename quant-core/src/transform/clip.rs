@@ -4,16 +4,19 @@
 //! the group's own partial product over some sampled tokens, `mean((x · Q(clip(w)) − x · w)²)`, as in the reference
 //! algorithm. Queries and keys are not clipped, because their error passes through a softmax.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 use super::objective::Input;
 use super::statistics::{InputStatistics, Wanted};
 use super::{
     BlockTask, ClipRecord, LinearGrid, Needs, Rewrite, SearchWork, StepContext, Transform, TransformSettings,
-    Workload,
+    Workload, awq_by_expert,
 };
 use crate::calibrate::{HiddenStates, SampledRows, gram};
-use crate::model::{BlockGraph, NodeId};
+use crate::model::{BlockGraph, ExpertOrder, NodeId};
 use crate::quantize::{fake_quantize_group, row_scales};
 use crate::{Error, Result};
 
@@ -42,7 +45,7 @@ pub(super) fn work(work: &Workload<'_>) -> SearchWork {
 
 /// The memory for the sampled inputs of those clipped linears for which `which` returns true.
 pub(super) fn sample_bytes(work: &Workload<'_>, which: impl Fn(NodeId) -> bool) -> u64 {
-    let mut inputs = std::collections::BTreeMap::new();
+    let mut inputs = BTreeMap::new();
     for (id, _, [_, k], _) in clipped_linears(work).filter(|(id, ..)| which(*id)) {
         inputs.insert(work.graph.nodes()[id].inputs[0], k as u64);
     }
@@ -51,9 +54,27 @@ pub(super) fn sample_bytes(work: &Workload<'_>, which: impl Fn(NodeId) -> bool) 
 }
 
 pub(super) fn bound_bytes(work: &Workload<'_>) -> u64 {
+    4 * bounds(work)
+}
+
+/// The memory if experts are searched one at a time: the samples of one expert or of everything outside the experts,
+/// and the bounds of all linears.
+pub(super) fn memory_by_expert(work: &Workload<'_>) -> u64 {
+    let parts: BTreeSet<_> = work.graph.linears().map(|(id, ..)| work.graph.expert_of(id)).collect();
+    let samples = parts.into_iter().map(|part| sample_bytes(work, |node| work.graph.expert_of(node) == part));
+    samples.max().unwrap_or(0).saturating_add(bound_bytes(work))
+}
+
+/// The memory for what is kept of the clip search for a run that resumes.
+pub(super) fn found_bytes(work: &Workload<'_>) -> u64 {
+    bounds(work)
+}
+
+/// The number of groups whose ranges may be narrowed.
+fn bounds(work: &Workload<'_>) -> u64 {
     let bounds = clipped_linears(work).map(|(id, _, [n, k], _)| {
         let group = work.schemes[&id].granularity.group_size(k).max(1);
-        4 * (n * k.div_ceil(group)) as u64
+        (n * k.div_ceil(group)) as u64
     });
     bounds.sum()
 }
@@ -101,6 +122,17 @@ impl Transform for Clip {
         ))
     }
 
+    fn takes_experts_apart(&self, graph: &BlockGraph, _settings: &TransformSettings) -> bool {
+        ExpertOrder::of(graph).is_some()
+    }
+
+    fn memory(&self, work: &Workload<'_>) -> u64 {
+        match work.experts_apart {
+            true => memory_by_expert(work).saturating_add(found_bytes(work)),
+            false => 0,
+        }
+    }
+
     fn work(&self, work: &Workload<'_>) -> SearchWork {
         self::work(work)
     }
@@ -112,6 +144,9 @@ impl Transform for Clip {
         advance: bool,
     ) -> Result<Vec<Rewrite>> {
         let (Some(first), Some(hidden)) = (tasks.first(), hidden) else { return Ok(Vec::new()) };
+        if let Some(order) = first.order() {
+            return awq_by_expert::search(tasks, &[], hidden, advance, &order);
+        }
         let wanted = Wanted { groups: &[], candidates: 0, clip_tokens: TOKENS };
         let inputs = InputStatistics::gather(first, &wanted, hidden, advance)?;
         let rewrite = || Rewrite { tokens: inputs.tokens.clone(), ..Rewrite::default() };
@@ -138,23 +173,105 @@ pub(super) fn clip_linears(
 ) -> Result<Vec<(NodeId, ClipRecord)>> {
     let graph = task.block.graph().clone();
     let mut records = Vec::new();
-    for (&node, &grid) in task.grids.iter().filter(|(node, _)| which(**node)) {
-        // Bounds do not apply to scales that are shared by rows or searched for during rounding.
-        if graph.feeds_queries_or_keys(node) || !grid.scheme.takes_clip_bounds() {
-            continue;
-        }
+    for (node, grid) in clipped_grids(task, which) {
         task.cancel.check()?;
-        let mut input = inputs.sampled[&graph.nodes()[node].inputs[0]].clone();
-        if let Some(scales) = rewrite.columns.get(&node) {
-            input.divide(scales);
-        }
-        let (bounds, record) = search(task, node, grid, rewrite, &input)?;
+        let about = about(task, node);
+        let (bounds, record) = match task.recall(&about) {
+            Some(Found { record, choices }) => {
+                let bounds =
+                    choices.map(|choices| chosen_bounds(task, node, grid, rewrite, choices.as_bytes()));
+                (bounds.transpose()?, record)
+            }
+            None => {
+                let mut input = inputs.sampled[&graph.nodes()[node].inputs[0]].clone();
+                if let Some(scales) = rewrite.columns.get(&node) {
+                    input.divide(scales);
+                }
+                let (found, bounds) = search(task, node, grid, rewrite, &input)?;
+                task.remember(&about, &found)?;
+                (bounds, found.record)
+            }
+        };
         if let Some(bounds) = bounds {
             rewrite.clips.insert(node, bounds);
         }
         records.push((node, record));
     }
     Ok(records)
+}
+
+/// The linears whose ranges may be narrowed, except those for which `which` returns false.
+fn clipped_grids<'t>(
+    task: &'t BlockTask<'_>,
+    which: impl Fn(NodeId) -> bool + 't,
+) -> impl Iterator<Item = (NodeId, LinearGrid)> + 't {
+    // Bounds do not apply to scales that are shared by rows or searched for during rounding.
+    let is_clipped = move |(node, grid): &(&NodeId, &LinearGrid)| {
+        let reads = task.block.graph().feeds_queries_or_keys(**node);
+        which(**node) && !reads && grid.scheme.takes_clip_bounds()
+    };
+    task.grids.iter().filter(is_clipped).map(|(&node, &grid)| (node, grid))
+}
+
+/// What a search has found, as it is kept for a resumed run.
+#[derive(Serialize, Deserialize)]
+struct Found {
+    record: ClipRecord,
+    /// The candidate of each group, `0` to `9`, `[n, groups]`; absent if no group is clipped.
+    choices: Option<String>,
+}
+
+/// The key of what was found for a linear.
+fn about(task: &BlockTask<'_>, node: NodeId) -> String {
+    format!("bounds of {}", task.module(node))
+}
+
+/// Whether an interrupted run has searched the bounds of all linears for which `which` returns true.
+pub(super) fn are_found(task: &BlockTask<'_>, which: impl Fn(NodeId) -> bool) -> bool {
+    clipped_grids(task, which).all(|(node, _)| task.recall::<Found>(&about(task, node)).is_some())
+}
+
+/// The bound for a candidate, given the largest magnitude in the group. The first candidate does not clip.
+fn bound(largest: f32, candidate: usize) -> f32 {
+    largest * (1.0 - candidate as f32 / STEPS)
+}
+
+/// Returns the bounds `[n, groups]` for the candidates of a linear's groups.
+fn chosen_bounds(
+    task: &BlockTask<'_>,
+    node: NodeId,
+    grid: LinearGrid,
+    rewrite: &Rewrite,
+    choices: &[u8],
+) -> Result<Vec<f32>> {
+    let weight = task.block.linear(node).weight().read()?;
+    let [n, k] = weight.shape();
+    let group_size = grid.scheme.granularity.group_size(k);
+    let groups = k / group_size;
+    if choices.len() != n * groups {
+        return Err(Error::Internal(format!(
+            "{} clip bounds for {n} rows of {groups} groups",
+            choices.len()
+        )));
+    }
+    let tile = (TASK_ELEMENTS / group_size).max(1);
+    let parts = choices.par_chunks((tile * groups).max(1)).enumerate();
+    let parts = parts.map_init(Vec::new, |scratch, (index, choices)| {
+        let rows = index * tile..((index + 1) * tile).min(n);
+        let mut values = vec![0.0; rows.len() * k];
+        rewrite.weight_rows(node, &weight, rows, scratch, &mut values)?;
+        let bound = |(weights, choice): (&[f32], &u8)| match choice.wrapping_sub(b'0') {
+            0 => Ok(f32::INFINITY),
+            candidate if usize::from(candidate) < CANDIDATES => Ok(bound(largest(weights), candidate.into())),
+            _ => Err(Error::Internal(format!("{choice} is not a candidate of a clip search"))),
+        };
+        values.chunks_exact(group_size).zip(choices).map(bound).collect::<Result<Vec<_>>>()
+    });
+    Ok(parts.collect::<Result<Vec<_>>>()?.concat())
+}
+
+fn largest(weights: &[f32]) -> f32 {
+    weights.iter().fold(0.0, |m, w| m.max(w.abs()))
 }
 
 /// Finds the bounds `[n, groups]` of a linear with a rewritten weight; `input` must already be scaled. `None` if no
@@ -165,7 +282,7 @@ fn search(
     grid: LinearGrid,
     rewrite: &Rewrite,
     input: &SampledRows,
-) -> Result<(Option<Vec<f32>>, ClipRecord)> {
+) -> Result<(Found, Option<Vec<f32>>)> {
     let weight = task.block.linear(node).weight().read()?;
     let [n, k] = weight.shape();
     let group_size = grid.scheme.granularity.group_size(k);
@@ -190,11 +307,13 @@ fn search(
         .collect();
 
     let mut bounds = Vec::with_capacity(n * groups);
+    let mut choices = String::with_capacity(n * groups);
     let (mut before, mut after, mut clipped) = (0.0, 0.0, 0);
     for part in parts {
         let part = part?;
         clipped += part.bounds.iter().filter(|b| b.is_finite()).count() as u64;
         bounds.extend(part.bounds);
+        choices.extend(part.choices.iter().map(|choice| char::from(b'0' + choice)));
         before += part.before;
         after += part.after;
     }
@@ -207,18 +326,21 @@ fn search(
         error_before: before / count,
         error_after: after / count,
     };
-    Ok(((clipped > 0).then_some(bounds), record))
+    let found = Found { record, choices: (clipped > 0).then_some(choices) };
+    Ok((found, (clipped > 0).then_some(bounds)))
 }
 
 struct Part {
     bounds: Vec<f32>,
+    /// The candidate for each bound.
+    choices: Vec<u8>,
     before: f64,
     after: f64,
 }
 
 impl Part {
     fn new(groups: usize) -> Self {
-        Self { bounds: vec![f32::INFINITY; groups], before: 0.0, after: 0.0 }
+        Self { bounds: vec![f32::INFINITY; groups], choices: vec![0; groups], before: 0.0, after: 0.0 }
     }
 }
 
@@ -253,14 +375,12 @@ fn search_group(
         .flat_map(|r| &r[group * group_size..(group + 1) * group_size])
         .copied()
         .collect();
-    let largest: Vec<f32> =
-        exact.chunks_exact(group_size).map(|g| g.iter().fold(0.0_f32, |m, w| m.max(w.abs()))).collect();
+    let largest: Vec<f32> = exact.chunks_exact(group_size).map(largest).collect();
     let mut best = vec![f64::INFINITY; largest.len()];
     let mut unclipped = Vec::with_capacity(largest.len());
     let mut sums = Vec::new();
     for candidate in 0..CANDIDATES {
-        let shrink = 1.0 - candidate as f32 / STEPS;
-        let bounds: Vec<f32> = largest.iter().map(|m| m * shrink).collect();
+        let bounds: Vec<f32> = largest.iter().map(|m| bound(*m, candidate)).collect();
         let mut difference = exact.clone();
         let target = (grid.scheme, grid.scale_dtype);
         fake_quantize_group(&mut difference, group_size, target, &bounds, row_scales)
@@ -278,7 +398,9 @@ fn search_group(
             }
             if error < best[row] {
                 best[row] = error;
-                part.bounds[row * groups + group] = if candidate == 0 { f32::INFINITY } else { bounds[row] };
+                let at = row * groups + group;
+                part.bounds[at] = if candidate == 0 { f32::INFINITY } else { bounds[row] };
+                part.choices[at] = candidate as u8;
             }
         }
     }

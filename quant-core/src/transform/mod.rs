@@ -14,8 +14,10 @@ mod by_expert;
 mod candidates;
 mod clip;
 mod difference;
+mod findings;
 mod fold;
 mod objective;
+mod on_read;
 mod race;
 mod reorder;
 mod rewrite;
@@ -40,6 +42,7 @@ use serde_json::{Map, Value};
 pub use awq::{Awq, AwqSettings};
 pub use candidates::{Search, TriedScales};
 pub use clip::Clip;
+pub(crate) use findings::{FindingStore, Findings};
 pub use fold::fold;
 pub use reorder::Reorder;
 pub use rewrite::{ChannelOutlier, ClipRecord, FoldRecord, MAX_LISTED_CONSUMERS, Rewrite, StepRecord};
@@ -55,9 +58,9 @@ pub use work::{SearchWork, StepContext, Workload};
 const SCALE_CANDIDATES: usize = awq::GRID + 1;
 
 use crate::blocks::{BlockSearch, BlockType};
-use crate::calibrate::{ChannelRanges, HiddenStates};
+use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass};
 use crate::checkpoint::Dtype;
-use crate::model::{Architecture, Block, BlockGraph, NodeId};
+use crate::model::{Architecture, Block, BlockGraph, ExpertOrder, NodeId};
 use crate::scheme::LinearScheme;
 use crate::{CancelToken, Error, Result};
 
@@ -123,6 +126,8 @@ pub struct BlockTask<'a> {
     /// Whether the weights of only one expert may be in memory at a time, if the transform
     /// [allows it](Transform::takes_experts_apart).
     pub experts_apart: bool,
+    /// What an interrupted run has found, and what a resumed run will need.
+    pub(crate) findings: Option<Findings<'a>>,
     /// Checked between pieces of work.
     pub cancel: &'a CancelToken,
 }
@@ -151,6 +156,7 @@ impl<'a> BlockTask<'a> {
             smoothing: 0.5,
             ranges: &NO_RANGES,
             experts_apart: false,
+            findings: None,
             cancel,
         }
     }
@@ -173,6 +179,35 @@ impl<'a> BlockTask<'a> {
         let of_expert = self.experts_apart && self.block.graph().expert_of(node).is_some();
         let stored = self.block.linear(node).weight().as_stored();
         stored.filter(|_| of_expert).map(|weight| weight.release());
+    }
+
+    /// The order of experts, if they are processed one at a time.
+    fn order(&self) -> Option<ExpertOrder> {
+        ExpertOrder::of(self.block.graph()).filter(|_| self.experts_apart)
+    }
+
+    /// Runs a pass through the block, one expert at a time if necessary, and returns the number of tokens of each
+    /// linear.
+    fn run(
+        &self,
+        pass: StatisticsPass<'_>,
+        states: &mut HiddenStates,
+        advance: bool,
+    ) -> Result<BTreeMap<NodeId, u64>> {
+        match self.order() {
+            Some(order) => pass.run_by_expert(states, advance, &order),
+            None => pass.run(states, advance),
+        }
+    }
+
+    /// Replaces the states before the block with its output.
+    fn advance(&self, states: &mut HiddenStates) -> Result<()> {
+        match self.experts_apart {
+            true => self
+                .run(StatisticsPass::new(self.block, &states.layout().clone(), self.cancel), states, true)
+                .map(drop),
+            false => states.advance(self.block, self.cancel),
+        }
     }
 
     /// A node's full module name.

@@ -10,10 +10,10 @@ use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatRef, Par};
 use rayon::prelude::*;
 
-use super::BlockTask;
 use super::rounding::ScaledRounding;
+use super::{BlockTask, by_expert};
 use crate::calibrate::{BatchLayout, HiddenStates, InputRows, gram};
-use crate::model::{Block, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
+use crate::model::{Block, CancelTap, ExpertOrder, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
 use crate::{Error, Result, allocate};
 
 const ROW_TILE: usize = 64;
@@ -31,6 +31,8 @@ pub(super) enum Objective {
         batch: Vec<Piece>,
         layout: BatchLayout,
     },
+    /// The output of a module with experts is recomputed by running them one after the other.
+    ByExpert { group: FoldGroup, order: ExpertOrder, batch: Vec<Piece>, layout: BatchLayout },
 }
 
 /// A piece of the batch: the module's input and its float output.
@@ -118,12 +120,14 @@ impl Input {
 }
 
 impl Objective {
-    /// Prepares the objective of a group. `tokens` is the number of counted tokens with a row in its input.
+    /// Prepares the objective of a group. `tokens` is the number of counted tokens with a row in its input. `order` is
+    /// given if the group's consumers are in several experts that must not be in memory together.
     pub(super) fn new(
         task: &BlockTask<'_>,
         hidden: &HiddenStates,
         group: &FoldGroup,
         tokens: usize,
+        order: Option<&ExpertOrder>,
     ) -> Result<Self> {
         let graph = task.block.graph();
         if let [node] = group.consumers[..] {
@@ -141,20 +145,52 @@ impl Objective {
                 Ok(task.block.evaluate_packed(&[(from, value)], &[to], segments, tap)?.swap_remove(0))
             };
             let x = evaluate(graph.input(), states, group.input)?;
-            let y = evaluate(group.input, x.clone(), group.inspected)?;
+            let y = match order {
+                Some(_) => x.clone(),
+                None => evaluate(group.input, x.clone(), group.inspected)?,
+            };
             batch.push(Piece { first, x, y });
         }
-        Ok(Self::Module {
-            consumers: group.consumers.clone(),
-            input: group.input,
-            inspected: group.inspected,
-            batch,
-            layout: hidden.layout().clone(),
-        })
+        let layout = hidden.layout().clone();
+        let Some(order) = order else {
+            let (consumers, input, inspected) = (group.consumers.clone(), group.input, group.inspected);
+            return Ok(Self::Module { consumers, input, inspected, batch, layout });
+        };
+        let outputs = by_expert::watched(task, (group, order), &rows_of(&batch, &layout)?, &[None])?;
+        for (piece, y) in batch.iter_mut().zip(outputs.into_iter().collect::<Result<Vec<_>>>()?.concat()) {
+            piece.y = y;
+        }
+        Ok(Self::ByExpert { group: group.clone(), order: order.clone(), batch, layout })
     }
 
-    /// The mean squared error with every quantized consumer replaced by `Q(W · s) / s`.
-    pub(super) fn error(&self, task: &BlockTask<'_>, scales: &[f32]) -> Result<f64> {
+    /// The number of candidates that are compared at the same time.
+    pub(super) fn at_once(&self) -> usize {
+        match self {
+            Self::Linear { .. } | Self::Module { .. } => 1,
+            Self::ByExpert { batch, .. } => {
+                by_expert::at_once(batch.iter().map(|piece| piece.y.elem_count()).sum())
+            }
+        }
+    }
+
+    /// For each of the scales, the mean squared error with every quantized consumer replaced by `Q(W · s) / s`.
+    pub(super) fn errors(&self, task: &BlockTask<'_>, scales: &[&[f32]]) -> Result<Vec<Result<f64>>> {
+        let Self::ByExpert { group, order, batch, layout } = self else {
+            return Ok(scales.iter().map(|scales| self.error(task, scales)).collect());
+        };
+        let candidates: Vec<_> = scales.iter().map(|scales| Some(*scales)).collect();
+        let outputs = by_expert::watched(task, (group, order), &rows_of(batch, layout)?, &candidates)?;
+        let error = |outputs: Result<Vec<Tensor>>| {
+            let (mut sum, mut count) = (0.0, 0);
+            for (output, Piece { first, y, .. }) in outputs?.iter().zip(batch) {
+                sum += counted_distance([output, y], *first, layout, &mut count)?;
+            }
+            Ok(sum / count as f64)
+        };
+        Ok(outputs.into_iter().map(error).collect())
+    }
+
+    fn error(&self, task: &BlockTask<'_>, scales: &[f32]) -> Result<f64> {
         match self {
             Self::Linear { node, input, tokens } => {
                 let weight = task.block.linear(*node).weight().read()?;
@@ -194,17 +230,36 @@ impl Objective {
                     let tap = &mut CancelTap(task.cancel);
                     let known = [(*input, x.clone())];
                     let rounded = block.evaluate_packed(&known, &[*inspected], segments, tap)?;
-                    sum += with_counted(&rounded[0], None, *first, layout, |a| {
-                        with_counted(y, None, *first, layout, |b| {
-                            count += b.len();
-                            squared_distance(a, b)
-                        })
-                    })?;
+                    sum += counted_distance([&rounded[0], y], *first, layout, &mut count)?;
                 }
                 Ok(sum / count as f64)
             }
+            Self::ByExpert { .. } => Err(Error::Internal("experts in a module that runs as a whole".into())),
         }
     }
+}
+
+fn rows_of<'a>(batch: &'a [Piece], layout: &'a BatchLayout) -> Result<Vec<by_expert::Rows<'a>>> {
+    let rows = batch.iter().map(|Piece { first, x, .. }| {
+        let (windows, length, _) = x.dims3()?;
+        Ok(by_expert::Rows { x, segments: layout.segments(*first..first + windows * length) })
+    });
+    rows.collect()
+}
+
+/// `Σ (a − b)²` over the counted tokens of a piece that begins at token `first`. Adds the number of values to `count`.
+fn counted_distance(
+    [a, b]: [&Tensor; 2],
+    first: usize,
+    layout: &BatchLayout,
+    count: &mut usize,
+) -> Result<f64> {
+    with_counted(a, None, first, layout, |a| {
+        with_counted(b, None, first, layout, |b| {
+            *count += b.len();
+            squared_distance(a, b)
+        })
+    })
 }
 
 /// Passes the counted rows of a value to `work`. `tokens` are the tokens of its rows within a piece, or all if `None`.

@@ -35,6 +35,11 @@ impl Transform for Reorder {
         Needs { ranges: true, states: false }
     }
 
+    /// The order is that of the inputs' ranges, so no weight is read.
+    fn takes_experts_apart(&self, _graph: &BlockGraph, _settings: &TransformSettings) -> bool {
+        true
+    }
+
     fn search(
         &self,
         tasks: &[BlockTask<'_>],
@@ -43,7 +48,7 @@ impl Transform for Reorder {
     ) -> Result<Vec<Rewrite>> {
         let rewrites = tasks.iter().map(reordered).collect();
         if let (Some(first), Some(hidden), true) = (tasks.first(), hidden, advance) {
-            hidden.advance(first.block, first.cancel)?;
+            first.advance(hidden)?;
         }
         rewrites
     }

@@ -321,6 +321,11 @@ impl Rewrite {
     /// # Errors
     /// When a weight cannot be read.
     pub fn apply(&self, block: &Block) -> Result<Block> {
+        self.applied(block, |_| true)
+    }
+
+    /// Applies the rewrite to all norms, and to those linears for which `which` returns true.
+    pub(super) fn applied(&self, block: &Block, which: impl Fn(NodeId) -> bool) -> Result<Block> {
         let mut rewritten = block.clone();
         let tensor = |values: &[f32]| Tensor::from_slice(values, values.len(), &Device::Cpu);
         for (node, weight) in &self.norms {
@@ -332,21 +337,22 @@ impl Rewrite {
         }
         let graph = block.graph().clone();
         for (node, _, shape, _) in graph.linears() {
-            if !self.changes(node) {
+            if !(self.changes(node) && which(node)) {
                 continue;
             }
             let linear = block.linear(node);
             let values = self.weight(node, &linear.weight().read()?)?;
-            let bias = match linear.bias() {
-                Some(bias) => {
-                    let values = self.bias(node, bias.to_vec1()?);
-                    Some(Tensor::from_vec(values, shape[0], &Device::Cpu)?)
-                }
-                None => None,
-            };
+            let bias = self.rewritten_bias(node, linear)?;
             rewritten.replace_linear(node, Linear::new(Arc::new(WeightBody::F32 { shape, values }), bias));
         }
         Ok(rewritten)
+    }
+
+    pub(super) fn rewritten_bias(&self, node: NodeId, linear: &Linear) -> Result<Option<Tensor>> {
+        let Some(bias) = linear.bias() else { return Ok(None) };
+        let values = self.bias(node, bias.to_vec1()?);
+        let rows = values.len();
+        Ok(Some(Tensor::from_vec(values, rows, &Device::Cpu)?))
     }
 }
 

@@ -138,6 +138,11 @@ impl Transform for SmoothAttention {
         layers.into_iter().map(note).collect()
     }
 
+    /// Only weights of attention are read.
+    fn takes_experts_apart(&self, _graph: &BlockGraph, _settings: &TransformSettings) -> bool {
+        true
+    }
+
     fn search(
         &self,
         tasks: &[BlockTask<'_>],
@@ -153,7 +158,7 @@ impl Transform for SmoothAttention {
         for seen in &mut seen {
             pass.gather_attention(seen.pair.attention, seen);
         }
-        pass.run(hidden, advance)?;
+        first.run(pass, hidden, advance)?;
         tasks.iter().map(|task| smoothed(task, &seen)).collect()
     }
 }

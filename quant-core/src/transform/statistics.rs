@@ -21,6 +21,7 @@ pub(super) struct Wanted<'a> {
     pub(super) clip_tokens: usize,
 }
 
+#[derive(Default)]
 pub(super) struct InputStatistics {
     /// Mean absolute values of the inputs of groups, by the node that the consumers read.
     pub(super) means: BTreeMap<NodeId, AbsMean>,

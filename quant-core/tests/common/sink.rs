@@ -12,7 +12,7 @@ use serde_json::Value;
 pub struct Resumable {
     /// The tensors.
     pub sink: MemorySink,
-    records: BTreeMap<String, Value>,
+    pub records: BTreeMap<String, Value>,
     committed: Option<Box<Self>>,
 }
 
@@ -45,7 +45,10 @@ impl TensorSink for Resumable {
     }
 
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
-        self.records.insert(key.to_owned(), value.clone());
+        match value {
+            Value::Null => self.records.remove(key),
+            value => self.records.insert(key.to_owned(), value.clone()),
+        };
         Ok(())
     }
 

@@ -195,6 +195,10 @@ pub fn cases() -> Vec<Case> {
         let block = ["input_layernorm", "self_attn.v_proj"].into_iter().chain(UPS.into_iter().take(3));
         block.chain(["mlp.shared_experts.up_proj"]).collect::<Vec<_>>()
     };
+    let in_granite = || {
+        let ups = ["block_sparse_moe.experts.0.up_proj", "block_sparse_moe.experts.1.up_proj"];
+        plain().into_iter().chain(ups).collect::<Vec<_>>()
+    };
     let in_mixtral = || {
         let ups = ["block_sparse_moe.experts.0.w3", "block_sparse_moe.experts.1.w3"];
         plain().into_iter().chain(ups).collect::<Vec<_>>()
@@ -546,7 +550,7 @@ pub fn cases() -> Vec<Case> {
             )
         },
         Case {
-            producers: in_mixtral(),
+            producers: in_granite(),
             not_rotated_for: Some(EXPERTS),
             ..Case::new(
                 "granitemoe",

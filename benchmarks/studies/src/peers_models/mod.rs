@@ -1,9 +1,11 @@
 //! `cargo study peers-models`: tokens per second of a whole model, compared with llama.cpp and vLLM, in alternating
 //! runs.
 //!
-//! The model is a synthetic one in the shape of Llama 3.2 1B. llama.cpp quantizes it itself; vLLM loads the checkpoints
-//! of quant. Each turn is a separate process on the same cores, which runs everything twice; only the second run
+//! The model is a synthetic one in the shape of Llama 3.2 1B or, with `--experts`, of Qwen3-30B-A3B with fewer blocks.
+//! llama.cpp quantizes it itself; vLLM loads the checkpoints of quant. Each turn is a separate process on the same cores, which runs everything twice; only the second run
 //! counts.
+
+mod experts;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -48,9 +50,12 @@ pub struct Args {
     /// Rounds, each of which runs every contestant once
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Decoder blocks; with 16, the model has 1.24 billion parameters
-    #[arg(long, default_value_t = 16)]
-    layers: usize,
+    /// Decoder blocks; by default 16, with which the model has 1.24 billion parameters, or 4 with experts
+    #[arg(long)]
+    layers: Option<usize>,
+    /// Experts per block, such as 128: the shape is that of Qwen3-30B-A3B, with 0.64 billion parameters per block
+    #[arg(long, value_name = "COUNT", conflicts_with = "vllm")]
+    experts: Option<usize>,
     /// One round and few tokens, to check that everything works; writes no record
     #[arg(long)]
     quick: bool,
@@ -148,18 +153,24 @@ pub fn run(args: &Args) -> Result<()> {
         println!("not recorded: the working tree has uncommitted changes");
         return Ok(());
     }
+    let shape = match args.experts {
+        None => format!("Synthetic Llama in the shape of Llama 3.2 1B, {} layers", args.layers()),
+        Some(experts) => format!(
+            "Synthetic model in the shape of Qwen3-30B-A3B, {} layers of {experts} experts, 8 per token",
+            args.layers()
+        ),
+    };
     let record = Record {
-        benchmark: "peers-models",
+        benchmark: if args.experts.is_some() { "peers-models-experts" } else { "peers-models" },
         title: "Whole models in quant and in other engines".into(),
         command: typed_command(),
         body: format!(
-            "Synthetic Llama in the shape of Llama 3.2 1B, {} layers, random weights. quant's head is {}. llama.cpp \
+            "{shape}, random weights. quant's head is {}. llama.cpp \
              quantizes the model itself, including the head, and runs its library code for this processor, with its \
              default repacking of weights and its own threads. vLLM loads quant's checkpoints and computes in bf16. \
              Versions: {}. A prompt of {} tokens is processed at once, then {} tokens are generated greedily. Each \
              turn is a process that does both twice, and the second time counts. In each of the {} rounds, every \
              program has a turn on the same cores. The table has medians; ratios are computed per round.\n\n{body}",
-            args.layers,
             if args.float_head { "bf16" } else { "quantized like the other linears" },
             versions.iter().map(|(name, version)| format!("{name} {version}")).collect::<Vec<_>>().join("; "),
             args.prefill,
@@ -170,6 +181,21 @@ pub fn run(args: &Args) -> Result<()> {
     };
     println!("recorded in {}", record.write()?.display());
     Ok(())
+}
+
+impl Args {
+    fn layers(&self) -> usize {
+        self.layers.unwrap_or(if self.experts.is_some() { 4 } else { 16 })
+    }
+
+    /// The model, and the first part of the names of files that are made from it.
+    fn model(&self) -> Result<(PathBuf, String)> {
+        let layers = self.layers();
+        match self.experts {
+            None => Ok((synthetic_model(layers)?, format!("{layers}l"))),
+            Some(experts) => Ok((experts::model(layers, experts)?, format!("{layers}l-{experts}e"))),
+        }
+    }
 }
 
 impl Engine {
@@ -242,13 +268,13 @@ impl Programs {
 
 /// Quantizes the model for every contestant. llama.cpp's files are kept, because its version is fixed.
 fn contestants(args: &Args, programs: &Programs) -> Result<Vec<Contestant>> {
-    let model = synthetic_model(args.layers)?;
+    let (model, stem) = args.model()?;
     let folder = target_dir().join("peers-models");
     std::fs::create_dir_all(&folder)?;
     let mut all = Vec::new();
     for scheme in &args.schemes {
         let head = if args.float_head { "-float-head" } else { "" };
-        let out = folder.join(format!("{}l-{scheme}{head}", args.layers));
+        let out = folder.join(format!("{stem}-{scheme}{head}"));
         // Quantize again, because the program's output may have changed.
         remove_dir(&out)?;
         let mut command = Command::new(&programs.quant);
@@ -268,9 +294,9 @@ fn contestants(args: &Args, programs: &Programs) -> Result<Vec<Contestant>> {
             all.push(contestant(Engine::Vllm));
         }
     }
-    let float = folder.join(format!("{}l-bf16.gguf", args.layers));
+    let float = folder.join(format!("{stem}-bf16.gguf"));
     for kind in &args.types {
-        let out = folder.join(format!("{}l-{kind}.gguf", args.layers));
+        let out = folder.join(format!("{stem}-{kind}.gguf"));
         if !out.is_file() {
             if !float.is_file() {
                 let part = float.with_extension("part");

@@ -281,6 +281,27 @@ fn resuming_keeps_what_was_committed() {
 }
 
 #[test]
+fn a_null_value_removes_a_record() {
+    let (_dir, target) = place();
+    let mut writer = create(&target, options()).unwrap();
+    for key in ["kept", "removed"] {
+        writer.remember(key, &json!([key])).unwrap();
+    }
+    writer.commit().unwrap();
+    writer.remember("removed", &Value::Null).unwrap();
+    assert_eq!(writer.recall("removed"), None);
+    drop(writer);
+    // The removal was not committed.
+    let mut writer = create(&target, resumed()).unwrap();
+    assert_eq!(writer.recall("removed"), Some(json!(["removed"])));
+    writer.remember("removed", &Value::Null).unwrap();
+    writer.commit().unwrap();
+    drop(writer);
+    let writer = create(&target, resumed()).unwrap();
+    assert_eq!((writer.recall("kept"), writer.recall("removed")), (Some(json!(["kept"])), None));
+}
+
+#[test]
 fn damage_to_a_job_costs_only_work() {
     let (_dir, target) = place();
     finish(create(&target, options()).unwrap()).unwrap();

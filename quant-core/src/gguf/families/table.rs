@@ -408,7 +408,7 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
         modules: &[PRE, ATTENTION, &[("block_sparse_moe.router.layer", "ffn_gate_inp")]],
         experts: Some((
             "block_sparse_moe.experts",
-            &[("w1", "ffn_gate_exps"), ("w3", "ffn_up_exps"), ("w2", "ffn_down_exps")],
+            &[("gate_proj", "ffn_gate_exps"), ("up_proj", "ffn_up_exps"), ("down_proj", "ffn_down_exps")],
         )),
         multipliers: Multipliers::All,
         pairs_neighbours: true,

@@ -19,11 +19,36 @@ pub(super) struct DeepseekV2;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeepseekV3;
 
+/// A family with V3's design and an indexer.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct DeepseekV32;
+pub(super) struct Indexed {
+    name: &'static str,
+    classes: &'static [&'static str],
+    /// The defaults of `rms_norm_eps`, of `n_group` and `topk_group`, and of the indexer's heads.
+    norm_eps: f64,
+    groups: [usize; 2],
+    heads: usize,
+    /// Returns which layers have an indexer.
+    with_indexer: fn(&ConfigFields<'_>, usize) -> Result<Vec<bool>>,
+}
 
-#[derive(Debug, Clone, Copy)]
-pub(super) struct GlmMoeDsa;
+pub(super) const DEEPSEEK_V32: Indexed = Indexed {
+    name: "deepseek_v32",
+    classes: &["DeepseekV32ForCausalLM"],
+    norm_eps: 1e-6,
+    groups: [8, 4],
+    heads: 64,
+    with_indexer: |_, layers| Ok(vec![true; layers]),
+};
+
+pub(super) const GLM_MOE_DSA: Indexed = Indexed {
+    name: "glm_moe_dsa",
+    classes: &["GlmMoeDsaForCausalLM"],
+    norm_eps: 1e-5,
+    groups: [1, 1],
+    heads: 32,
+    with_indexer: indexer_types,
+};
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Glm4Moe;
@@ -93,33 +118,19 @@ impl Family for DeepseekV3 {
     }
 }
 
-impl Family for DeepseekV32 {
+impl Family for Indexed {
     fn name(&self) -> &'static str {
-        "deepseek_v32"
+        self.name
     }
 
     fn architectures(&self) -> &'static [&'static str] {
-        &["DeepseekV32ForCausalLM"]
+        self.classes
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let d = decoder(config, self.name(), 1e-6)?;
-        indexed(&d, [8, 4], 64, &vec![true; d.layers])
-    }
-}
-
-impl Family for GlmMoeDsa {
-    fn name(&self) -> &'static str {
-        "glm_moe_dsa"
-    }
-
-    fn architectures(&self) -> &'static [&'static str] {
-        &["GlmMoeDsaForCausalLM"]
-    }
-
-    fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let d = decoder(config, self.name(), 1e-5)?;
-        indexed(&d, [1, 1], 32, &indexer_types(config, d.layers)?)
+        let d = decoder(config, self.name, self.norm_eps)?;
+        let with_indexer = (self.with_indexer)(config, d.layers)?;
+        indexed(&d, self.groups, self.heads, &with_indexer)
     }
 }
 
@@ -320,16 +331,10 @@ fn indexed(
 fn indexer_types(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>> {
     const TYPES: &str = "indexer_types";
     const PATTERN: &str = "index_topk_pattern";
-    let (key, kinds) = match (config.optional_str_list(TYPES)?, config.optional_str(PATTERN)?) {
-        (Some(types), _) => (TYPES, types),
-        (None, Some(pattern)) => {
-            let kind = |letter: char| match letter {
-                'F' => "full",
-                'S' => "shared",
-                _ => "unknown",
-            };
-            (PATTERN, pattern.chars().map(kind).collect())
-        }
+    let pattern = config.optional_str(PATTERN)?;
+    let (key, [full, shared], kinds) = match (config.optional_str_list(TYPES)?, pattern) {
+        (Some(types), _) => (TYPES, ["full", "shared"], types),
+        (None, Some(pattern)) => (PATTERN, ["F", "S"], pattern.split("").filter(|s| !s.is_empty()).collect()),
         (None, None) => {
             let step = config.optional_usize("index_topk_freq")?.unwrap_or(1).max(1);
             let offset = config.optional_usize("index_skip_topk_offset")?.unwrap_or(2);
@@ -340,13 +345,13 @@ fn indexer_types(config: &ConfigFields<'_>, layers: usize) -> Result<Vec<bool>> 
     if kinds.len() != layers {
         return Err(config.error(key, format!("has {} entries for {layers} blocks", kinds.len())));
     }
-    if let Some(other) = kinds.iter().find(|kind| !["full", "shared"].contains(kind)) {
+    if let Some(other) = kinds.iter().find(|kind| ![full, shared].contains(kind)) {
         return Err(config.error(key, format!("contains an unknown entry, `{}`", other.escape_default())));
     }
-    if kinds.first() == Some(&"shared") {
+    if kinds.first() == Some(&shared) {
         return Err(config.error(key, "begins with a block that shares the keys of an earlier one"));
     }
-    Ok(kinds.iter().map(|kind| *kind == "full").collect())
+    Ok(kinds.iter().map(|kind| *kind == full).collect())
 }
 
 pub(super) fn architecture(
@@ -501,7 +506,10 @@ mod tests {
             (json!({ "indexer_types": ["shared", "full", "full"] }), "indexer_types"),
             (json!({ "indexer_types": ["full", "other", "full"] }), "unknown entry, `other`"),
             (json!({ "indexer_types": ["full"] }), "1 entries for 3 blocks"),
-            (json!({ "index_topk_pattern": "FX-" }), "index_topk_pattern"),
+            (json!({ "index_topk_pattern": "FSX" }), "`index_topk_pattern` contains an unknown entry, `X`"),
+            (json!({ "index_topk_pattern": "FSé" }), "unknown entry, `\\u{e9}`"),
+            (json!({ "index_topk_pattern": "SFF" }), "begins with a block that shares"),
+            (json!({ "index_topk_pattern": "F" }), "1 entries for 3 blocks"),
             (json!({ "index_topk": 0 }), "index_topk"),
             (json!({ "q_lora_rank": null }), "q_lora_rank"),
         ] {

@@ -153,7 +153,6 @@ impl Family for GraniteMoe {
         let experts = GatedExperts {
             router: "block_sparse_moe.router.layer",
             prefix: "block_sparse_moe.experts",
-            linears: MIXTRAL,
             fused: ["block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"],
             ..GatedExperts::new(routing, d.intermediate)
         };

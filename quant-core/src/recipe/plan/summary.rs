@@ -111,14 +111,12 @@ impl Plan {
         self.method.transforms.to_vec()
     }
 
-    /// Whether the experts of a block with this graph can be processed one at a time while the block is searched, with
-    /// the same result. A rounding that works in stages processes experts in its own
-    /// way.
+    /// Whether the experts of a block with this graph can be processed one at a time while the block is searched and
+    /// rounded, with the same result.
     pub(crate) fn takes_experts_apart(&self, graph: &BlockGraph) -> bool {
-        // A second transform works on the rewritten block, all of which is in memory.
-        let transforms = self.transforms();
-        self.method.rounding.inputs(&self.settings).is_none()
-            && transforms.len() <= 1
+        let (transforms, rounding) = (self.transforms(), self.method.rounding);
+        let is_staged = rounding.inputs(&self.settings).is_some();
+        (!is_staged || rounding.takes_experts_apart(&self.settings))
             && transforms.iter().all(|t| t.takes_experts_apart(graph, &self.settings))
             && self.sampling.experts.is_routed()
             && PassPlan::new(self, false).cache.is_none()

@@ -197,7 +197,14 @@ impl RoundingTask<'_> {
 
     fn release(&mut self, before: &Block, which: impl Fn(NodeId) -> bool) {
         for node in self.block.graph().clone().linears().map(|(id, ..)| id).filter(|id| which(*id)) {
-            self.block.replace_linear(node, before.linear(node).clone());
+            let linear = before.linear(node);
+            // A weight that is rewritten on reading belongs to this block alone, so nothing else takes its bytes.
+            if self.rewrite.changes(node)
+                && let Some(weight) = linear.weight().as_stored()
+            {
+                drop(weight.release());
+            }
+            self.block.replace_linear(node, linear.clone());
         }
     }
 

@@ -22,28 +22,27 @@
 //! Llama-3-8B, or searched among 0, 0.05 … 0.55.
 
 mod planned;
+mod search;
 mod settings;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use self::search::BlockSearch;
 pub use settings::{OutputSettings, Producers, SmoothSettings};
 
 use super::{
     Alpha, BlockTask, ChannelOutlier, Needs, Rewrite, SearchWork, StepContext, StepKey, Transform,
     TransformSettings, TriedScales, Workload, fold,
 };
-use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates, InputRows};
+use crate::calibrate::{ChannelMaxima, ChannelRanges, HiddenStates};
 use crate::keys::no_such_key;
-use crate::model::{Block, BlockGraph, CancelTap, FoldGroup, NodeId, TokenRows, WeightBody, with_values};
-use crate::quantize::{
-    ScaleContext, SourceRows, fp8_static_scale, nvfp4_input_scale, quantize_within, static_grid,
-};
+use crate::model::{BlockGraph, ExpertOrder, FoldGroup, NodeId};
+use crate::quantize::{fp8_static_scale, nvfp4_input_scale, static_grid};
 use crate::scheme::{ActivationScheme, Granularity};
 use crate::{Error, Result};
 use quant_kernels_cpu::StaticScale;
@@ -87,6 +86,14 @@ pub struct SmoothRecord {
 pub struct SmoothSearch {
     /// All candidates, no smoothing first, with the mean squared error of the block's output.
     pub tried: Vec<TriedScales>,
+}
+
+impl SmoothSearch {
+    /// The exponent of the best candidate; `None` if no smoothing is best.
+    fn best(&self) -> Option<f32> {
+        // Ties go to the first candidate, which moves least.
+        self.tried.iter().min_by(|a, b| a.error.total_cmp(&b.error)).and_then(|best| best.ratio)
+    }
 }
 
 /// Smooths the outputs of norms and, if requested, of linears.
@@ -154,6 +161,10 @@ impl Smoothing {
         }
     }
 
+    fn takes_experts_apart(self, graph: &BlockGraph) -> bool {
+        !self.is_searched() || ExpertOrder::of(graph).is_some()
+    }
+
     fn exponents(self) -> impl Iterator<Item = f32> {
         let twentieths = match self.producers {
             Smoothed::Linears => TWENTIETHS_OF_OUTPUTS,
@@ -178,7 +189,7 @@ impl Smoothing {
         let states = hidden.as_deref();
         let rewrites = tasks.iter().map(|task| smoothed(task, self, states)).collect();
         if let (Some(first), Some(hidden), true) = (tasks.first(), hidden, advance) {
-            hidden.advance(first.block, first.cancel)?;
+            first.advance(hidden)?;
         }
         rewrites
     }
@@ -231,8 +242,8 @@ impl Transform for SmoothQuant {
         SmoothSettings::of(settings).producers == Producers::All
     }
 
-    fn takes_experts_apart(&self, _graph: &BlockGraph, settings: &TransformSettings) -> bool {
-        !Smoothing::of_inputs(settings).is_searched()
+    fn takes_experts_apart(&self, graph: &BlockGraph, settings: &TransformSettings) -> bool {
+        Smoothing::of_inputs(settings).takes_experts_apart(graph)
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
@@ -298,6 +309,10 @@ impl Transform for SmoothOutputs {
 
     fn smooths_linears(&self, _settings: &TransformSettings) -> bool {
         true
+    }
+
+    fn takes_experts_apart(&self, graph: &BlockGraph, settings: &TransformSettings) -> bool {
+        Smoothing::of_outputs(settings).takes_experts_apart(graph)
     }
 
     fn fingerprint(&self, settings: &TransformSettings) -> Value {
@@ -409,9 +424,25 @@ fn smoothed(task: &BlockTask<'_>, smoothing: Smoothing, hidden: Option<&HiddenSt
     let mut alphas = vec![Some(alpha); migrations.len()];
     let mut records = Vec::with_capacity(migrations.len());
     if let (true, Some(hidden)) = (smoothing.is_searched(), hidden) {
-        let mut search = BlockSearch::new(task, hidden, &migrations)?;
+        let mut search = None;
         for (i, migration) in migrations.iter().enumerate() {
-            let found = search.choose(&mut alphas, i, smoothing.exponents())?;
+            let about = format!("exponent for {}", task.module(migration.group.producer));
+            let found = match task.recall(&about) {
+                Some(found) => {
+                    search.iter_mut().for_each(BlockSearch::skip);
+                    found
+                }
+                None => {
+                    let search = match &mut search {
+                        Some(search) => search,
+                        none => none.insert(BlockSearch::new(task, hidden, &migrations)?),
+                    };
+                    let found = search.tried(&alphas, i, smoothing.exponents())?;
+                    task.remember(&about, &found)?;
+                    found
+                }
+            };
+            alphas[i] = found.best();
             records.push(migration.record(task, alphas[i], Some(found)));
         }
     } else {
@@ -432,106 +463,6 @@ fn folded(task: &BlockTask<'_>, migrations: &[Migration], alphas: &[Option<f32>]
         }
     }
     Ok(rewrite)
-}
-
-/// The search in a block, on a piece of the batch.
-struct BlockSearch<'a> {
-    task: &'a BlockTask<'a>,
-    hidden: &'a HiddenStates,
-    migrations: &'a [Migration],
-    /// The first token of the piece, the input of the block, and the output of the float block.
-    first: usize,
-    x: Tensor,
-    y: Vec<f32>,
-    /// Quantized linears, each with the exponents for which it was quantized.
-    rounded: BTreeMap<NodeId, (Vec<Option<f32>>, crate::model::Linear)>,
-}
-
-impl<'a> BlockSearch<'a> {
-    fn new(task: &'a BlockTask<'a>, hidden: &'a HiddenStates, migrations: &'a [Migration]) -> Result<Self> {
-        let (first, x) = hidden
-            .chunks()
-            .find(|piece| !matches!(piece, Ok((first, x)) if counted(hidden, *first, x) == 0))
-            .ok_or_else(|| Error::Internal("a search on a batch without counted tokens".into()))??;
-        let mut search = Self { task, hidden, migrations, first, x, y: Vec::new(), rounded: BTreeMap::new() };
-        search.y = search.output(task.block)?;
-        Ok(search)
-    }
-
-    /// The output of a block for the counted tokens.
-    fn output(&self, block: &Block) -> Result<Vec<f32>> {
-        let segments = self.hidden.segments(self.first, &self.x);
-        let y = block.routed().forward_packed(&self.x, segments, &mut CancelTap(self.task.cancel))?;
-        let (windows, length, width) = y.dims3()?;
-        let tokens = TokenRows::range(self.first, windows * length);
-        with_values(&y, |y| {
-            Ok(InputRows::new(y, width, tokens, self.hidden.layout())?.counted_values().to_vec())
-        })
-    }
-
-    fn error(&mut self, alphas: &[Option<f32>]) -> Result<f64> {
-        let task = self.task;
-        let rewrite = folded(task, self.migrations, alphas)?;
-        let mut block = rewrite.apply(task.block)?;
-        let ranges = rewrite.ranges(task.block.graph(), task.ranges.clone());
-        for (&node, &grid) in task.grids {
-            task.cancel.check()?;
-            // The weights depend on the exponents of the groups that contain the linear.
-            let touches = |m: &Migration| m.group.producer == node || m.group.consumers.contains(&node);
-            let key: Vec<_> =
-                self.migrations.iter().zip(alphas).filter(|(m, _)| touches(m)).map(|(_, a)| *a).collect();
-            if let Some((known, linear)) = self.rounded.get(&node)
-                && *known == key
-            {
-                block.replace_linear(node, linear.clone());
-                continue;
-            }
-            let linear = block.linear(node);
-            let shape = linear.weight().shape();
-            let values = linear.weight().to_f32()?;
-            let tensor = format!("{}.weight", task.module(node));
-            // Scales are not shared with other linears here: sharing changes little, and all candidates are treated
-            // alike.
-            let context = ScaleContext { search: task.settings.scale_search, amax: None };
-            let target = (grid.scheme, grid.scale_dtype);
-            let (mut quantized, _) =
-                quantize_within(SourceRows::Floats(&values), shape, target, None, context)
-                    .map_err(|e| e.within(&tensor, None))?;
-            quantized.input = task.input_grid(node, &ranges)?;
-            let linear = linear.with_weight(WeightBody::Quantized(quantized));
-            self.rounded.insert(node, (key, linear.clone()));
-            block.replace_linear(node, linear);
-        }
-        let output = self.output(&block)?;
-        let squares = output.iter().zip(&self.y).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
-        let error = squares / self.y.len().max(1) as f64;
-        // An output that is not finite is worse than any finite error.
-        Ok(if error.is_finite() { error } else { f64::INFINITY })
-    }
-
-    /// Chooses the exponent of a group; those of other groups do not change.
-    fn choose(
-        &mut self,
-        alphas: &mut [Option<f32>],
-        group: usize,
-        exponents: impl Iterator<Item = f32>,
-    ) -> Result<SmoothSearch> {
-        let tokens = counted(self.hidden, self.first, &self.x) as u64;
-        let mut tried = Vec::with_capacity(CANDIDATES);
-        for ratio in std::iter::once(None).chain(exponents.map(Some)) {
-            alphas[group] = ratio;
-            tried.push(TriedScales { ratio, error: self.error(alphas)?, tokens });
-        }
-        // Ties go to the first candidate, which moves least.
-        let best = tried.iter().min_by(|a, b| a.error.total_cmp(&b.error));
-        alphas[group] = best.and_then(|b| b.ratio);
-        Ok(SmoothSearch { tried })
-    }
-}
-
-fn counted(hidden: &HiddenStates, first: usize, x: &Tensor) -> usize {
-    let [_, length] = hidden.shape();
-    hidden.layout().count(TokenRows::range(first, x.dim(0).unwrap_or(0) * length))
 }
 
 impl BlockTask<'_> {

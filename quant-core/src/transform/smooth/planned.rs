@@ -1,7 +1,9 @@
 //! Checks and estimates of smoothing before a run.
 
 use super::{CANDIDATES, SEARCH_TOKENS, SmoothSettings, Smoothing};
-use crate::model::NodeId;
+use std::collections::BTreeMap;
+
+use crate::model::{ExpertOrder, NodeId};
 use crate::transform::{Producers, SearchWork, StepContext, Workload};
 use crate::{Error, Result};
 
@@ -69,7 +71,36 @@ fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
 impl Smoothing {
     /// The memory for a candidate's block and the previous candidate's block, parts of which are reused.
     pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
-        if self.is_searched() { 5 * work.all_weights() } else { 0 }
+        match ExpertOrder::of(work.graph).filter(|_| work.experts_apart) {
+            _ if !self.is_searched() => 0,
+            None => 5 * work.all_weights(),
+            Some(order) => self.memory_by_expert(work, &order),
+        }
+    }
+
+    /// The memory if experts are processed one at a time: for each candidate, its factors, the value at which the block
+    /// is split, the router's weights and the sum of the experts; the outputs of all experts; and the quantized linears
+    /// of one expert and of everything outside the experts, one of them as floats.
+    fn memory_by_expert(self, work: &Workload<'_>, order: &ExpertOrder) -> u64 {
+        let graph = work.graph;
+        let tokens = (work.sampling.length as u64).max(SEARCH_TOKENS as u64);
+        let widths = |node: NodeId| graph.width(node) as u64;
+        let token = widths(order.from) + widths(order.weights) + widths(order.sum);
+        let linears = || graph.linears();
+        let factors: u64 = linears().map(|(.., [n, k], _)| (n + 3 * k) as u64).sum();
+        let share: f64 = order.experts.iter().map(|(selects, _)| work.share_of_tokens(*selects)).sum();
+        let outputs =
+            (2.0 * share.min(order.experts.len() as f64 / 2.0) * tokens as f64) as u64 * widths(order.sum);
+        let mut parts: BTreeMap<Option<NodeId>, u64> = BTreeMap::new();
+        for (node, _, [n, k], _) in linears() {
+            *parts.entry(graph.expert_of(node)).or_default() += (n * k) as u64;
+        }
+        let others = parts.remove(&None).unwrap_or(0);
+        let expert = parts.into_values().max().unwrap_or(0);
+        let largest = linears().map(|(.., [n, k], _)| (n * k) as u64).max().unwrap_or(0);
+        let values: u64 = linears().map(|(.., [n, k], _)| (n + k) as u64).max().unwrap_or(0);
+        let candidates = CANDIDATES as u64 * 4 * (factors + token * tokens);
+        candidates + 4 * outputs + 2 * (others + expert) + 8 * largest + 12 * values * tokens
     }
 
     /// The operations of running the block for all exponents.
