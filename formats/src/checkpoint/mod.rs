@@ -70,7 +70,7 @@ pub use identity::file_blake3;
 pub use identity::file_sha256;
 pub use input_file::{open_regular, placeholder, read_capped, read_exact_at};
 #[cfg(feature = "write")]
-pub use job::differences;
+pub use differences::differences;
 #[cfg(feature = "write")]
 pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 #[cfg(feature = "write")]
