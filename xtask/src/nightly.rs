@@ -12,7 +12,7 @@ use crate::{
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, ray, crash-points, bench-rtn, bench-awq-memory
+    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda-variants, cuda-candle, interop, vllm, outside, no-features, dist, fuzz, ray, slurm, crash-points, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -50,10 +50,12 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("no-features", outside::without_features);
     steps.step("dist", || dist::run(&dist::Args { no_build: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300, total: Some(3600) }));
-    steps.step("ray", || {
-        execute(&mut cargo(&["build", "--workspace", "--locked"]))?;
-        interop::script("tests/ray/check.sh", &[])
-    });
+    for (name, script) in [("ray", "tests/ray/check.sh"), ("slurm", "tests/slurm/check.sh")] {
+        steps.step(name, || {
+            execute(&mut cargo(&["build", "--workspace", "--locked"]))?;
+            interop::script(script, &[])
+        });
+    }
     steps.step("crash-points", || {
         crash_points::run(&crash_points::Args {
             every: 1,
