@@ -155,6 +155,14 @@ fn other(path: &Path, what: &str) -> Error {
     )
 }
 
+/// Whether a file without a complete line can be a journal whose first line a killed process was writing. After a loss
+/// of power, what was not synced may be zeros.
+fn is_begun(line: &[u8], head: &Value) -> bool {
+    let written = line.len() - line.iter().rev().take_while(|byte| **byte == 0).count();
+    let begins = format!("{{\"schema\":{}", head["schema"]);
+    line[..written].iter().zip(begins.as_bytes()).all(|(found, expected)| found == expected)
+}
+
 /// Reads the windows of complete batches. Also returns the offset where they end.
 fn read<T: Measured>(
     path: &Path,
@@ -172,8 +180,7 @@ fn read<T: Measured>(
         let mut piece = std::io::Read::take(&mut reader, MAX_LINE_BYTES);
         let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
         if line.last() != Some(&b'\n') {
-            // After a power loss, the contents of a new file may be zeros.
-            if at == 0 && line.iter().any(|byte| *byte != 0) {
+            if at == 0 && !is_begun(&line, head) {
                 return Err(other("not an evaluation journal"));
             }
             break;
@@ -252,6 +259,8 @@ mod tests {
             "{}\n",
             "no json\n",
             "half",
+            r#"{"schema": "quant-eval-journal/3"#,
+            r#"{"schema":"quant-gate/1","#,
             &format!("{text}{} {long}\n", checksum(2, long)),
             &format!("{text}{long}\n"),
             &flipped,
@@ -263,9 +272,13 @@ mod tests {
             assert!(matches!(open(&identity), Err(Error::Usage { .. })), "{broken}");
             assert_eq!(std::fs::read_to_string(&path).unwrap(), broken);
         }
-        for lost in ["", "\0\0\0"] {
-            std::fs::write(&path, lost).unwrap();
-            assert_eq!(open(&identity).unwrap().windows(), 0);
+        // A killed process or a loss of power cut the first line.
+        let cut = (0..lines[0].len()).map(|at| lines[0][..at].to_owned());
+        let zeros = (0..lines[0].len()).map(|at| format!("{}\0\0\0", &lines[0][..at]));
+        for lost in cut.chain(zeros) {
+            std::fs::write(&path, &lost).unwrap();
+            assert_eq!(open(&identity).unwrap().windows(), 0, "{lost}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), lines[0]);
         }
         let zeros = [&text, "\0\0\0\0"].concat();
         std::fs::write(&path, zeros).unwrap();

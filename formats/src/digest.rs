@@ -20,14 +20,16 @@ pub fn hex(bytes: &[u8]) -> String {
 
 /// Parses a digest of 64 hexadecimal digits; `None` if it is malformed.
 pub fn from_hex(text: &str) -> Option<Digest256> {
-    let digits = text.as_bytes();
-    if digits.len() != 64 {
+    if text.len() != 64 {
         return None;
     }
-    let mut digest = [0; 32];
-    for (byte, pair) in digest.iter_mut().zip(digits.chunks_exact(2)) {
-        let value = |d: u8| char::from(d).to_digit(16);
-        *byte = u8::try_from(value(pair[0])? << 4 | value(pair[1])?).ok()?;
-    }
-    Some(digest)
+    bytes_from_hex(text)?.try_into().ok()
+}
+
+/// Parses bytes, each of two hexadecimal digits; `None` if they are malformed.
+pub fn bytes_from_hex(text: &str) -> Option<Vec<u8>> {
+    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    let value = |digit: u8| char::from(digit).to_digit(16);
+    let byte = |[high, low]: &[u8; 2]| u8::try_from(value(*high)? << 4 | value(*low)?).ok();
+    rest.is_empty().then(|| pairs.iter().map(byte).collect())?
 }

@@ -174,7 +174,7 @@ fn importance_budgets_and_interruptions_do_not_change_the_result() {
     let out = bench.at("out.gguf");
     let mut run = Running::start(command(bench.arguments("out.gguf", &AWQ)));
     let journal = job_of(&out).join("journal.jsonl");
-    let begun = || std::fs::read_to_string(&journal).unwrap_or_default().contains("blk.0.");
+    let begun = || std::fs::read_to_string(&journal).unwrap_or_default().contains("\"tensor\":\"blk.0.");
     assert!(run.wait_until(begun), "ended before a tensor was finished");
     run.signal(Signal::INT);
     check_message("SIGINT", &run.wait(), 75, &["--resume"]);

@@ -25,6 +25,7 @@ mod gguf_code_books;
 mod gguf_experts;
 mod gguf_floats;
 mod gguf_plan;
+mod gguf_resume;
 mod goldens;
 mod gptq;
 mod guide;

@@ -120,33 +120,8 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 impl Method {
-    /// The synthetic model, created now or earlier.
     fn model(&self) -> Result<PathBuf> {
-        let Self { layers, hidden, intermediate, .. } = *self;
-        let directory = target_dir().join("synth");
-        let out = directory.join(format!("llama-{layers}l-{hidden}-{intermediate}-bf16"));
-        if !out.is_dir() {
-            std::fs::create_dir_all(&directory)?;
-            let shape = Shape {
-                layers,
-                hidden,
-                intermediate,
-                heads: hidden / 64,
-                kv_heads: hidden / 256,
-                head_dim: 64,
-                vocab: 8192,
-                tied: true,
-            };
-            let args = synth::Args {
-                out: out.clone(),
-                shape,
-                dtype: Float::Bf16,
-                seed: 0,
-                shard_bytes: 5_000_000_000,
-            };
-            synth::run(&args)?;
-        }
-        Ok(out)
+        synthetic_model(self.layers, self.hidden, self.intermediate)
     }
 
     fn cpu_seconds(&self, program: &Path, model: &Path) -> Result<f64> {
@@ -158,6 +133,28 @@ impl Method {
         remove_dir(&out)?;
         Ok(usage.cpu_seconds)
     }
+}
+
+/// A synthetic model of these sizes, created now or earlier.
+pub(crate) fn synthetic_model(layers: usize, hidden: usize, intermediate: usize) -> Result<PathBuf> {
+    let directory = target_dir().join("synth");
+    let out = directory.join(format!("llama-{layers}l-{hidden}-{intermediate}-bf16"));
+    if !out.is_dir() {
+        std::fs::create_dir_all(&directory)?;
+        let shape = Shape {
+            layers,
+            hidden,
+            intermediate,
+            heads: hidden / 64,
+            kv_heads: hidden / 256,
+            head_dim: 64,
+            vocab: 8192,
+            tied: true,
+        };
+        let (dtype, shard_bytes) = (Float::Bf16, 5_000_000_000);
+        synth::run(&synth::Args { out: out.clone(), shape, dtype, seed: 0, shard_bytes })?;
+    }
+    Ok(out)
 }
 
 fn report(args: &Args, measured: &[(Method, Vec<Times>)]) -> Result<()> {

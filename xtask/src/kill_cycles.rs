@@ -21,26 +21,91 @@ const KILLS_PER_CYCLE: u64 = 3;
 /// Processes that compute the units of a job at the same time.
 const WORKERS: usize = 2;
 
-/// Methods and formats; `job` cases run in units.
-const CASES: [(&str, &[&str]); 9] = [
-    ("quantize", &["--method", "rtn", "--format", "compressed-tensors"]),
-    ("quantize", &["--method", "awq", "--format", "awq", "--samples", "8", "--seq-len", "128"]),
-    ("quantize", &["--method", "gptq", "--format", "gptq", "--samples", "8", "--seq-len", "128"]),
-    ("quantize", &["--preset", "smoothquant-w8a8", "--samples", "8", "--seq-len", "128"]),
-    ("quantize", &["--method", "awq-gptq", "--samples", "8", "--seq-len", "128"]),
-    ("quantize", &["--format", "gguf", "--scheme", "q4_k_m", "--pre", "none"]),
-    ("job", &["--method", "rtn", "--format", "gptq"]),
-    ("job", &["--method", "awq", "--samples", "8", "--seq-len", "128"]),
-    ("job", &["--method", "gptq", "--span-blocks", "2", "--samples", "8", "--seq-len", "128"]),
+/// What is run, and its options.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    kind: Kind,
+    /// Whether the options need a calibration text.
+    calibrates: bool,
+    options: &'static [&'static str],
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// One process.
+    Quantize,
+    /// A job whose units several workers compute.
+    Job,
+}
+
+/// All methods and formats. Jobs do not write GGUF files or float checkpoints.
+const CASES: [Case; 20] = [
+    plain(Kind::Quantize, &["--method", "rtn", "--format", "compressed-tensors"]),
+    calibrated(Kind::Job, &["--method", "awq", "--format", "awq"]),
+    calibrated(
+        Kind::Quantize,
+        &["--method", "awq-gptq", "--format", "gguf", "--calibration", "builtin", "--pre", "none"],
+    ),
+    calibrated(Kind::Job, &["--method", "gptq", "--span-blocks", "2", "--format", "gptq"]),
+    calibrated(Kind::Quantize, &["--preset", "qoq-w4a8kv4", "--format", "qserve"]),
+    plain(Kind::Job, &["--method", "rtn", "--format", "gptq"]),
+    calibrated(Kind::Quantize, &["--method", "gptq", "--format", "gptq"]),
+    calibrated(Kind::Job, &["--preset", "smoothquant-w8a8"]),
+    calibrated(Kind::Quantize, &["--method", "awq", "--format", "awq"]),
+    calibrated(Kind::Job, &["--method", "gptq", "--layer-inputs", "float"]),
+    plain(Kind::Quantize, &["--format", "gguf", "--scheme", "q4_k_m", "--pre", "none"]),
+    plain(Kind::Job, &["--method", "rtn", "--scheme", "nvfp4a16", "--format", "modelopt"]),
+    calibrated(Kind::Quantize, &["--preset", "smoothquant-w8a8"]),
+    calibrated(Kind::Job, &["--preset", "qoq-w4a8kv4", "--span-blocks", "2", "--format", "qserve"]),
+    calibrated(Kind::Quantize, &["--method", "awq-gptq", "--format", "compressed-tensors"]),
+    calibrated(Kind::Quantize, &["--method", "rtn", "--scheme", "nvfp4", "--format", "modelopt"]),
+    calibrated(
+        Kind::Quantize,
+        &["--format", "gguf", "--scheme", "iq4_xs", "--calibration", "builtin", "--pre", "none"],
+    ),
+    plain(Kind::Quantize, &["--method", "rtn", "--scheme", "fp8", "--format", "compressed-tensors"]),
+    calibrated(Kind::Job, &["--method", "awq-gptq", "--span-blocks", "2"]),
+    plain(Kind::Quantize, &["--format", "safetensors", "--scheme", "f32"]),
 ];
+
+const fn plain(kind: Kind, options: &'static [&'static str]) -> Case {
+    Case { kind, calibrates: false, options }
+}
+
+const fn calibrated(kind: Kind, options: &'static [&'static str]) -> Case {
+    Case { kind, calibrates: true, options }
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let kind = match self.kind {
+            Kind::Quantize => "quantize",
+            Kind::Job => "job",
+        };
+        let words = [kind].into_iter().chain(self.options.iter().copied()).chain(self.batch());
+        words.collect::<Vec<_>>().join(" ")
+    }
+
+    /// The size of the calibration batch. That of jobs is enough for two shards.
+    fn batch(&self) -> impl Iterator<Item = &'static str> {
+        let samples = if self.kind == Kind::Job { "32" } else { "8" };
+        let batch = self.calibrates.then_some(["--samples", samples, "--seq-len", "128"]);
+        batch.into_iter().flatten()
+    }
+
+    fn arguments(&self, subcommand: &[&str]) -> Vec<OsString> {
+        let own = self.options.iter().copied().chain(self.batch());
+        subcommand.iter().map(OsString::from).chain(own.map(OsString::from)).collect()
+    }
+}
 
 /// How often to kill, and what.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// The number of kills
     pub kills: u64,
-    /// The seed of the times at which processes are killed
-    #[arg(long, default_value_t = 1)]
+    /// The seed of the times at which processes are killed, and the number of the case to begin with
+    #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Kill this program instead of building one
     #[arg(long)]
@@ -72,18 +137,20 @@ pub fn run(args: &Args) -> Result<()> {
     let mut counts = [Counts::default(); CASES.len()];
     let mut references = BTreeMap::new();
     let kills = |counts: &[Counts]| counts.iter().map(|c| c.kills - c.late).sum::<u64>();
-    for case in (0..CASES.len()).cycle() {
+    let first = (args.seed % CASES.len() as u64) as usize;
+    for case in (0..CASES.len()).cycle().skip(first) {
         if kills(&counts) >= args.kills {
             break;
         }
         let reference = match references.entry(case) {
             std::collections::btree_map::Entry::Occupied(known) => known.into_mut(),
             std::collections::btree_map::Entry::Vacant(place) => {
-                place.insert(bench.reference(CASES[case].1)?)
+                let reference = bench.reference(CASES[case]);
+                place.insert(reference.with_context(|| CASES[case].name())?)
             }
         };
         let found = bench.cycle(CASES[case], reference);
-        let found = found.with_context(|| format!("{} {}", CASES[case].0, CASES[case].1.join(" ")))?;
+        let found = found.with_context(|| CASES[case].name())?;
         counts[case].outputs += 1;
         counts[case].kills += found.kills;
         counts[case].late += found.late;
@@ -92,21 +159,21 @@ pub fn run(args: &Args) -> Result<()> {
     let rows: Vec<Vec<String>> = CASES
         .iter()
         .zip(&counts)
-        .map(|((command, options), c)| {
-            let name = format!("{command} {}", options.join(" "));
-            vec![name, c.outputs.to_string(), (c.kills - c.late).to_string(), "0".into()]
-        })
+        .map(|(case, c)| vec![case.name(), c.outputs.to_string(), (c.kills - c.late).to_string(), "0".into()])
         .collect();
     let table = table(&["command", "outputs", "kills", "differing"], &rows);
     println!("\n{table}");
+    let of_jobs = counts.iter().zip(CASES).filter(|(_, case)| case.kind == Kind::Job);
+    let of_jobs: u64 = of_jobs.map(|(c, _)| c.kills - c.late).sum();
     if args.record {
         let record = Record {
             benchmark: "kill-cycles",
             title: "Runs that are killed at random points".into(),
             command: typed_command(),
             body: format!(
-                "{} processes were killed (SIGKILL) before they ended. Every output was absent or complete after each \
-                kill, and in the end equal to that of a run that was not killed, byte for byte.\n\n{table}",
+                "{} processes were killed (SIGKILL) before they ended, {of_jobs} of them workers and merges of jobs, whose \
+                units {WORKERS} workers compute at the same time. Every output was absent or complete after each kill, \
+                and in the end equal to that of a run that was not killed, byte for byte.\n\n{table}",
                 kills(&counts)
             ),
             csv: std::iter::once("command,outputs,kills,differing".to_owned())
@@ -145,13 +212,9 @@ impl Bench {
         ended(self.start(arguments)?, arguments)
     }
 
-    fn arguments(&self, subcommand: &[&str], options: &[&str]) -> Vec<OsString> {
-        subcommand.iter().chain(options).map(OsString::from).collect()
-    }
-
-    fn reference(&self, options: &[&str]) -> Result<Reference> {
+    fn reference(&self, case: Case) -> Result<Reference> {
         let (model, out) = (self.at("model"), self.at("whole"));
-        let arguments = self.arguments(&["quantize", &text(&model), "-o", &text(&out)], options);
+        let arguments = case.arguments(&["quantize", &text(&model), "-o", &text(&out)]);
         let started = Instant::now();
         self.finish(&arguments)?;
         let reference = Reference { duration: started.elapsed(), files: files(&out)? };
@@ -159,22 +222,24 @@ impl Bench {
         Ok(reference)
     }
 
-    fn cycle(&mut self, (kind, options): (&str, &[&str]), reference: &Reference) -> Result<Counts> {
+    fn cycle(&mut self, case: Case, reference: &Reference) -> Result<Counts> {
         let (model, out, store) = (text(&self.at("model")), self.at("out"), self.at("store"));
         let mut counts = Counts::default();
-        let finish: Vec<OsString> = match kind {
-            "quantize" => self.arguments(&["quantize", &model, "-o", &text(&out)], options),
-            _ => {
-                let init = ["job", "init", &model, "--job", &text(&store)];
-                self.finish(&self.arguments(&init, options))?;
+        let finish: Vec<OsString> = match case.kind {
+            Kind::Quantize => case.arguments(&["quantize", &model, "-o", &text(&out)]),
+            Kind::Job => {
+                let mut init = case.arguments(&["job", "init", &model, "--job", &text(&store)]);
+                if case.calibrates {
+                    init.extend(["--forward-shards", "2"].map(OsString::from));
+                }
+                self.finish(&init)?;
                 self.units(&store, reference, &mut counts)?;
-                self.arguments(&["merge", &text(&store), "-o", &text(&out)], &[])
+                ["merge", &text(&store), "-o", &text(&out)].map(OsString::from).into()
             }
         };
-        let duration = if kind == "quantize" {
-            reference.duration
-        } else {
-            reference.duration.min(Duration::from_secs(1))
+        let duration = match case.kind {
+            Kind::Quantize => reference.duration,
+            Kind::Job => reference.duration.min(Duration::from_secs(1)),
         };
         for attempt in 0..KILLS_PER_CYCLE {
             let mut arguments = finish.clone();
@@ -203,7 +268,7 @@ impl Bench {
 
     /// Computes the units of a job with several workers, of which some are killed.
     fn units(&mut self, store: &Path, reference: &Reference, counts: &mut Counts) -> Result<()> {
-        let arguments = self.arguments(&["job", "run", &text(store)], &[]);
+        let arguments = ["job", "run", &text(store)].map(OsString::from);
         for _ in 0..KILLS_PER_CYCLE {
             let others = (1..WORKERS).map(|_| self.start(&arguments)).collect::<Result<Vec<_>>>()?;
             let child = self.start(&arguments)?;
@@ -273,4 +338,21 @@ fn compare(found: &BTreeMap<PathBuf, Vec<u8>>, expected: &BTreeMap<PathBuf, Vec<
         ensure!(*bytes == expected[name], "{} differs", name.display());
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_formats_run_and_most_in_units() {
+        let formats = |kind: Kind| {
+            let of_kind = CASES.iter().filter(move |case| case.kind == kind);
+            let named = of_kind.flat_map(|case| case.options.windows(2).filter(|w| w[0] == "--format"));
+            named.map(|window| window[1]).collect::<std::collections::BTreeSet<_>>()
+        };
+        let all = ["awq", "compressed-tensors", "gguf", "gptq", "modelopt", "qserve", "safetensors"];
+        assert!(formats(Kind::Quantize).into_iter().eq(all));
+        assert!(formats(Kind::Job).into_iter().eq(["awq", "gptq", "modelopt", "qserve"]));
+    }
 }

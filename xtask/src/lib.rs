@@ -8,6 +8,7 @@ pub mod bench_awq_memory;
 pub mod bench_cpu_time;
 pub mod bench_kernels;
 pub mod bench_rtn;
+pub mod bench_workers;
 pub mod book;
 pub mod charts;
 pub mod ci;

@@ -6,9 +6,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_cpu_time, bench_kernels, bench_rtn, book, charts, ci, crash_points, cuda, dist,
-    fuzz, gpu, interop, kill_cycles, nightly, outside, plant, python, same_bytes, sanitize, simulate_scale,
-    synth,
+    bench_awq_memory, bench_cpu_time, bench_kernels, bench_rtn, bench_workers, book, charts, ci,
+    crash_points, cuda, dist, fuzz, gpu, interop, kill_cycles, nightly, outside, plant, python, same_bytes,
+    sanitize, simulate_scale, synth,
 };
 
 #[derive(Parser)]
@@ -64,6 +64,8 @@ enum Command {
     BenchCpuTime(bench_cpu_time::Args),
     /// Compare the peak memory of AWQ on a model and on one twice as deep
     BenchAwqMemory(bench_awq_memory::Args),
+    /// Compare a job that two workers compute with one process, on one thread each
+    BenchWorkers(bench_workers::Args),
 }
 
 /// The commands by purpose, as the help lists them.
@@ -84,7 +86,7 @@ const GROUPS: [(&str, &[&str]); 4] = [
     ),
     ("Every night", &["nightly", "book", "fuzz", "dist"]),
     ("Tools", &["synth", "plant", "charts", "gpu", "simulate-scale"]),
-    ("Benchmarks", &["bench-kernels", "bench-rtn", "bench-cpu-time", "bench-awq-memory"]),
+    ("Benchmarks", &["bench-kernels", "bench-rtn", "bench-cpu-time", "bench-awq-memory", "bench-workers"]),
 ];
 
 /// The help, with the commands in groups, which clap does not support.
@@ -130,6 +132,7 @@ fn main() -> ExitCode {
         Command::BenchRtn(args) => bench_rtn::run(&args),
         Command::BenchCpuTime(args) => bench_cpu_time::run(&args),
         Command::BenchAwqMemory(args) => bench_awq_memory::run(&args),
+        Command::BenchWorkers(args) => bench_workers::run(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -12,7 +12,7 @@ use crate::{
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, cuda, cuda-variants, cuda-candle, interop, vllm, engines, outside, mistralrs, no-features, python, dist, fuzz, ray, crash-points, bench-rtn, bench-awq-memory
+    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda, aarch64-programs, cuda-variants, cuda-candle, interop, vllm, engines, outside, mistralrs, no-features, python, dist, fuzz, ray, slurm, crash-points, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -55,10 +55,12 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("python", || python::run(&python::Args { release: true }));
     steps.step("dist", || dist::run(&dist::Args { no_build: false, record: false }));
     steps.step("fuzz", || fuzz::run(&fuzz::Args { only: Vec::new(), seconds: 300, total: Some(3600) }));
-    steps.step("ray", || {
-        execute(&mut cargo(&["build", "--workspace", "--locked"]))?;
-        interop::script("tests/ray/check.sh", &[])
-    });
+    for (name, script) in [("ray", "tests/ray/check.sh"), ("slurm", "tests/slurm/check.sh")] {
+        steps.step(name, || {
+            execute(&mut cargo(&["build", "--workspace", "--locked"]))?;
+            interop::script(script, &[])
+        });
+    }
     steps.step("crash-points", || {
         crash_points::run(&crash_points::Args {
             every: 1,

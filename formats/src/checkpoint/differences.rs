@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::names::printable;
 
@@ -24,7 +24,22 @@ const OF_TEXT: [&str; 5] = [
     "calibration.tokens_sha256",
     "calibration.layout_sha256",
 ];
+/// Fields whose names are not those of settings.
+const NAMES: [(&str, &str); 6] = [
+    ("program.instruction_set", "instruction set"),
+    ("program.processor", "processor"),
+    ("tool_version", "version"),
+    ("max_shard_bytes", "bytes per shard"),
+    ("calibration.experts.tokens", "expert tokens"),
+    ("calibration.experts.floor", "expert floor"),
+];
 const MAX_SHOWN: usize = 80;
+
+/// Compares what two runs depend on. Returns one line per difference, such as `method: was awq, is rtn`, without those
+/// that follow from another one; none if the values are equal.
+pub fn differences(was: &Value, is: &Value) -> Vec<String> {
+    Differences::new(was, is).lines
+}
 
 struct Difference {
     field: String,
@@ -75,6 +90,18 @@ impl Differences {
 
 impl Difference {
     fn line(&self) -> String {
+        // Parts of a run that have settings of their own, such as steps.
+        let parts = |value: &Value| value.is_null() || value.is_object();
+        let part = Some(&*self.field).filter(|_| parts(&self.was) && parts(&self.is));
+        let part = part.map(|field| match field {
+            "calibration" => "calibration text".to_owned(),
+            other => other.rsplit('.').next().unwrap_or(other).to_owned(),
+        });
+        if let Some(part) = part {
+            let [was, is] =
+                [&self.was, &self.is].map(|value| if value.is_null() { "not used" } else { "used" });
+            return format!("{}: was {was}, is {is}", printable(&part));
+        }
         match &*self.field {
             "config_sha256" => "config.json: has changed".into(),
             "program.executable_blake3" => "executable: is a different build".into(),
@@ -82,13 +109,8 @@ impl Difference {
                 format!("{}: has changed", printable(field.trim_end_matches("_sha256")))
             }
             field => {
-                let name = match field {
-                    "program.instruction_set" => "instruction set",
-                    "program.processor" => "processor",
-                    "tool_version" => "version",
-                    "max_shard_bytes" => "bytes per shard",
-                    other => other.strip_prefix(ROUNDING).unwrap_or(other),
-                };
+                let known = NAMES.iter().find(|(known, _)| *known == field).map(|(_, name)| *name);
+                let name = known.unwrap_or_else(|| field.strip_prefix(ROUNDING).unwrap_or(field));
                 format!("{}: was {}, is {}", printable(name), shown(&self.was), shown(&self.is))
             }
         }
@@ -110,7 +132,15 @@ fn schemes(all: &[Difference]) -> Vec<String> {
     changes.iter().map(line).collect()
 }
 
+/// The value of a field that records leave out.
+fn left_out(field: &str) -> Option<Value> {
+    (field.strip_prefix(FINGERPRINT).unwrap_or(field) == "calibration.experts")
+        .then(|| json!({ "tokens": "routed", "floor": 0 }))
+}
+
 fn collect(field: &str, was: &Value, is: &Value, found: &mut Vec<Difference>) {
+    let default = left_out(field).unwrap_or_default();
+    let [was, is] = [was, is].map(|value| if value.is_null() { &default } else { value });
     if let (Value::Object(a), Value::Object(b)) = (was, is) {
         let keys = a.keys().chain(b.keys().filter(|k| !a.contains_key(*k)));
         for key in keys {
@@ -195,6 +225,29 @@ mod tests {
             Differences::new(&json!({ "layout_sha256": "a" }), &json!({ "layout_sha256": "b" })).lines,
             ["names, types or shapes of tensors: have changed"]
         );
+    }
+
+    #[test]
+    fn parts_are_used_or_not() {
+        let of = |text: bool, experts: Value, transforms: Value| {
+            let mut calibration = json!({ "seed": 0, "tokens_sha256": "a" });
+            if !experts.is_null() {
+                calibration["experts"] = experts;
+            }
+            json!({ "calibration": text.then_some(calibration), "transforms": transforms })
+        };
+        let (none, awq) = (json!({}), json!({ "awq": { "search": "fast" }}));
+        let plain = of(true, Value::Null, none.clone());
+        assert_eq!(
+            lines(of(false, Value::Null, none.clone()), plain.clone()),
+            ["calibration text: was not used, is used"]
+        );
+        assert_eq!(lines(plain.clone(), of(true, Value::Null, awq)), ["awq: was not used, is used"]);
+        let all = of(true, json!({ "tokens": "all", "floor": 0 }), none.clone());
+        assert_eq!(lines(plain.clone(), all.clone()), ["expert tokens: was routed, is all"]);
+        let floor = of(true, json!({ "tokens": "routed", "floor": 60 }), none);
+        assert_eq!(lines(floor.clone(), plain), ["expert floor: was 60, is 0"]);
+        assert_eq!(lines(all, floor), ["expert tokens: was all, is routed", "expert floor: was 0, is 60"]);
     }
 
     #[test]

@@ -287,24 +287,3 @@ fn is_same_file(file: &File, path: &Path) -> bool {
         _ => false,
     }
 }
-
-/// The fields in which two records differ, each as `field: was X, is Y`.
-pub fn differences(was: &Value, is: &Value) -> Vec<String> {
-    let mut found = Vec::new();
-    collect_differences("", was, is, &mut found);
-    found
-}
-
-fn collect_differences(field: &str, was: &Value, is: &Value, found: &mut Vec<String>) {
-    if let (Value::Object(a), Value::Object(b)) = (was, is) {
-        let keys = a.keys().chain(b.keys().filter(|k| !a.contains_key(*k)));
-        for key in keys {
-            let inner = if field.is_empty() { key.clone() } else { format!("{field}.{key}") };
-            let at = |map: &serde_json::Map<String, Value>| map.get(key).cloned().unwrap_or_default();
-            collect_differences(&inner, &at(a), &at(b), found);
-        }
-    } else if was != is {
-        let (was, is) = (printable(&was.to_string()), printable(&is.to_string()));
-        found.push(format!("{}: was {was}, is {is}", printable(field)));
-    }
-}

@@ -7,10 +7,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::plan::PlannedTensor;
+use super::saved;
 use crate::calibrate::{HiddenStates, StatisticsPass};
-use crate::model::{Model, NodeId, RopeTables};
+use crate::model::{Block, Model, NodeId, RopeTables};
 use crate::quantize::gptq::{Factor, FactorError, GptqSettings, Hessian};
-use crate::{CancelToken, Error, Result};
+use crate::{CancelToken, Error, Result, TensorSink};
 
 /// Computes the factors of one block at a time.
 pub struct Curvature<'a> {
@@ -19,34 +20,48 @@ pub struct Curvature<'a> {
     damping: f64,
     ropes: RopeTables,
     states: HiddenStates,
+    /// Whether `model` has the weights of the checkpoint.
+    is_original: bool,
     next: usize,
     /// The factors of the block before `next`, by the names of weights in the checkpoint.
     factors: BTreeMap<String, Arc<Factor>>,
 }
 
 impl<'a> Curvature<'a> {
-    /// Prepares the computation of factors. `states` are the embeddings of the batch.
+    /// Prepares the computation of factors. `states` are the embeddings of the batch. `is_original` says whether `model`
+    /// has the weights of the checkpoint; those of a rewritten model have been compared with the interrupted run's.
     ///
     /// # Errors
     /// [`Error::Usage`] when settings are invalid.
     pub fn new(
         model: &'a Model,
         states: HiddenStates,
+        is_original: bool,
         settings: GptqSettings,
         cancel: &'a CancelToken,
     ) -> Result<Self> {
         settings.check()?;
         let ropes = model.rope(states.shape()[1])?;
         let damping = settings.damping;
-        Ok(Self { model, cancel, damping, ropes, states, next: 0, factors: BTreeMap::new() })
+        Ok(Self { model, cancel, damping, ropes, states, is_original, next: 0, factors: BTreeMap::new() })
     }
 
     /// Returns the factors for the matrices of a tensor of the file: one, or one per expert. Tensors that GPTQ does not
-    /// quantize, and experts that no token reached, have none. Blocks must come in ascending order.
-    pub(super) fn of(&mut self, tensor: &PlannedTensor) -> Result<Vec<Option<Arc<Factor>>>> {
+    /// quantize, and experts that no token reached, have none. Blocks must come in ascending order; those that are left
+    /// out cost only a pass of the batch.
+    pub(super) fn of(
+        &mut self,
+        tensor: &PlannedTensor,
+        sink: &mut dyn TensorSink,
+    ) -> Result<Vec<Option<Arc<Factor>>>> {
         let Some(layer) = tensor.layer().filter(|_| !tensor.kind.is_float()) else { return Ok(Vec::new()) };
-        while self.next <= layer {
-            self.advance()?;
+        while self.next < layer {
+            let block = self.block(sink)?;
+            self.states.advance(&block, self.cancel)?;
+            self.next += 1;
+        }
+        if self.next == layer {
+            self.advance(sink)?;
         }
         // The factor is for the checkpoint's column order. If the file has a different order, only the scale search
         // uses statistics.
@@ -54,11 +69,20 @@ impl<'a> Curvature<'a> {
         Ok(sources.map(|name| self.factors.get(name).cloned()).collect())
     }
 
-    fn advance(&mut self) -> Result<()> {
+    /// Reads the next block.
+    fn block(&mut self, sink: &mut dyn TensorSink) -> Result<Block> {
+        self.factors.clear();
+        let block = self.model.block(self.next, &self.ropes)?;
+        if self.is_original {
+            saved::check_block(sink, self.model, self.next, &block)?;
+        }
+        Ok(block)
+    }
+
+    fn advance(&mut self, sink: &mut dyn TensorSink) -> Result<()> {
         let a = self.model.architecture();
         let layer = self.next;
-        self.factors.clear();
-        let block = self.model.block(layer, &self.ropes)?;
+        let block = self.block(sink)?;
         let graph = block.graph().clone();
         let values: BTreeSet<(NodeId, usize)> =
             graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k)).collect();

@@ -8,13 +8,14 @@ use std::path::Path;
 
 use super::families::{self, GgufFamily};
 use super::file::{GgufFile, MAGIC, Value, write_file};
-use super::layout;
+use super::layout::{self, Placed};
 use super::metadata::strings;
 use super::plan::PlannedTensor;
-use crate::calibrate::{HiddenStates, InputRows, Statistic, StatisticsPass};
+use super::saved;
+use crate::calibrate::{HiddenStates, InputRows, Statistic, StatisticsPass, TokenWindows};
 use crate::checkpoint::{printable, read_capped};
 use crate::model::{Architecture, Model, NodeId, Op};
-use crate::{CancelToken, Error, Event, Observer, Result};
+use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 const MAX_FILE_BYTES: u64 = 4 << 30;
 const SUMS: &str = ".in_sum2";
@@ -46,6 +47,12 @@ pub struct Importance {
     origin: String,
 }
 
+impl Entry {
+    fn empty() -> Self {
+        Self { sums: Vec::new(), counts: Vec::new() }
+    }
+}
+
 struct SquareSum {
     sums: Vec<f64>,
     tokens: u64,
@@ -64,32 +71,52 @@ impl Statistic for SquareSum {
 }
 
 impl Importance {
-    /// Gathers an importance matrix on a batch, block by block, beginning with the batch's embeddings.
+    /// The matrix that a run will [gather](Self::gather) on these windows, without its values.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if the family cannot be written as GGUF.
+    pub fn outline(model: &Model, windows: &TokenWindows, dataset: &str) -> Result<Self> {
+        let a = model.architecture();
+        let family = family(a)?;
+        let mut outline = Self {
+            datasets: vec![dataset.to_owned()],
+            chunks: u32::try_from(windows.len()).unwrap_or(u32::MAX),
+            chunk_size: u32::try_from(windows.length()).unwrap_or(u32::MAX),
+            ..Self::default()
+        };
+        for layer in 0..a.layers {
+            let graph = a.graph(layer);
+            for (id, ..) in graph.linears() {
+                for (placed, _) in matrices(a, family, layer, &graph.nodes()[id].op)? {
+                    outline.entries.entry(placed.name(layer)).or_insert_with(Entry::empty);
+                }
+            }
+        }
+        Ok(outline)
+    }
+
+    /// Gathers the values of an [outline](Self::outline) on a batch, block by block, beginning with the batch's
+    /// embeddings. Records them in `sink`, so that a resumed run can [recall](Self::recall) them.
     ///
     /// # Errors
     /// [`Error::Internal`] if the family cannot be written as GGUF; [`Error::Calibration`] if a channel's sum is not
-    /// finite in `f32`; [`Error::Interrupted`]; errors of reading and running blocks.
+    /// finite in `f32`; [`Error::InputChanged`] if a weight has changed since the interrupted run;
+    /// [`Error::Interrupted`]; errors of reading and running blocks, and of `sink`.
     pub fn gather(
+        mut self,
         model: &Model,
         states: &mut HiddenStates,
-        dataset: &str,
+        sink: &mut dyn TensorSink,
         observer: &dyn Observer,
         cancel: &CancelToken,
     ) -> Result<Self> {
         let a = model.architecture();
-        let family = families::of_model(a).ok_or_else(|| {
-            Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family))
-        })?;
+        let family = family(a)?;
         observer.event(&Event::StageStarted { stage: "importance", unit: "block", units: a.layers as u64 });
         let ropes = model.rope(states.shape()[1])?;
-        let mut found = Self {
-            datasets: vec![dataset.to_owned()],
-            chunks: u32::try_from(states.shape()[0]).unwrap_or(u32::MAX),
-            chunk_size: u32::try_from(states.shape()[1]).unwrap_or(u32::MAX),
-            ..Self::default()
-        };
         for layer in 0..a.layers {
             let block = model.block(layer, &ropes)?;
+            saved::check_block(sink, model, layer, &block)?;
             let graph = block.graph().clone();
             let values: BTreeSet<(NodeId, usize)> =
                 graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k)).collect();
@@ -102,12 +129,39 @@ impl Importance {
             pass.run(states, layer + 1 < a.layers)?;
             for (id, ..) in graph.linears() {
                 let node = &graph.nodes()[id];
-                found.add(a, family, layer, &node.op, &sums[&node.inputs[0]])?;
+                self.add(a, family, layer, &node.op, &sums[&node.inputs[0]])?;
             }
             observer.event(&Event::UnitDone { detail: format!("block {layer}") });
         }
         observer.event(&Event::StageDone);
-        Ok(found)
+        for (name, Entry { sums, counts }) in &self.entries {
+            let vectors = [("sums".to_owned(), &sums[..]), ("counts".to_owned(), &counts[..])];
+            sink.remember(&key(name), &saved::record(vectors.into_iter()))?;
+        }
+        sink.commit()?;
+        Ok(self)
+    }
+
+    /// Returns the values of an [outline](Self::outline) that an interrupted run gathered; `None` if it did not gather
+    /// all of them.
+    ///
+    /// # Errors
+    /// [`Error::InputChanged`] if a weight has changed since; [`Error::Interrupted`]; errors of reading blocks.
+    pub fn recall(
+        &self,
+        model: &Model,
+        sink: &mut dyn TensorSink,
+        cancel: &CancelToken,
+    ) -> Result<Option<Self>> {
+        let entry = |name: &str| {
+            let vectors = saved::vectors(&sink.recall(&key(name))?)?;
+            let [(_, sums), (_, counts)] = <[_; 2]>::try_from(vectors).ok()?;
+            Some(Entry { sums, counts })
+        };
+        let entries = self.entries.keys().map(|name| Some((name.clone(), entry(name)?)));
+        let Some(entries) = entries.collect::<Option<BTreeMap<_, _>>>() else { return Ok(None) };
+        saved::check_blocks(sink, model, cancel)?;
+        Ok(Some(Self { entries, ..self.clone() }))
     }
 
     fn add(
@@ -124,18 +178,8 @@ impl Importance {
                 what: format!("the sum of squares of input channel {channel}"),
             });
         }
-        let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");
-        let Some(weight) = weight else { return Ok(()) };
-        for placed in layout::of_parameter(a, family, layer, linear, &weight)? {
-            let matrix = match (placed.expert, placed.stored_shape.len()) {
-                (Some(expert), _) => expert,
-                (None, 2) => 0,
-                // llama.cpp multiplies by these matrices of latent attention per head. Their inputs do not occur in
-                // quant's graph.
-                (None, _) => continue,
-            };
-            let entry = self.entries.entry(placed.name(layer));
-            let entry = entry.or_insert_with(|| Entry { sums: Vec::new(), counts: Vec::new() });
+        for (placed, matrix) in matrices(a, family, layer, linear)? {
+            let entry = self.entries.entry(placed.name(layer)).or_insert_with(Entry::empty);
             if entry.counts.len() != matrix {
                 return Err(Error::Internal(format!(
                     "expert {matrix} of `{}` is out of order",
@@ -391,6 +435,37 @@ impl Importance {
         bytes.extend_from_slice(dataset.as_bytes());
         bytes
     }
+}
+
+fn family(a: &Architecture) -> Result<&'static GgufFamily> {
+    families::of_model(a).ok_or_else(|| {
+        Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family))
+    })
+}
+
+/// The matrices of the file that a linear becomes, each with its index in its tensor.
+fn matrices(
+    a: &Architecture,
+    family: &GgufFamily,
+    layer: usize,
+    linear: &Op,
+) -> Result<Vec<(Placed, usize)>> {
+    let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");
+    let Some(weight) = weight else { return Ok(Vec::new()) };
+    let placed = layout::of_parameter(a, family, layer, linear, &weight)?.into_iter();
+    let indexed = placed.filter_map(|placed| match (placed.expert, placed.stored_shape.len()) {
+        (Some(expert), _) => Some((placed, expert)),
+        (None, 2) => Some((placed, 0)),
+        // llama.cpp multiplies by these matrices of latent attention per head. Their inputs do not occur in quant's
+        // graph.
+        (None, _) => None,
+    });
+    Ok(indexed.collect())
+}
+
+/// The key of the record of an entry.
+fn key(entry: &str) -> String {
+    format!("importance of {entry}")
 }
 
 struct Dat<'a> {

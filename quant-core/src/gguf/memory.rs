@@ -123,11 +123,11 @@ pub fn peak_memory(
         writing += 3 * of_linears(|[n, k]| n * k);
     }
     let Some(sampling) = sampling else { return PROGRAM.saturating_add(writing) };
-    let importance: u64 = kinds()
-        .map(|kind| {
-            4 * kind.layers as u64 * kind.graph.linears().map(|(.., [_, k], _)| k as u64).sum::<u64>()
-        })
+    let inputs: u64 = kinds()
+        .map(|kind| kind.layers as u64 * kind.graph.linears().map(|(.., [_, k], _)| k as u64).sum::<u64>())
         .sum();
+    // The values, and their records in the journal. Steps keep factors of about as many columns and rows.
+    let importance = if request.transforms.is_empty() { 12 * inputs } else { 2 * 12 * inputs };
     let passes = Passes { sampling, request, residence };
     let step = kinds().map(|kind| passes.of_block(model, &kind, writing)).max().unwrap_or(0).max(writing);
     step.saturating_add(importance).saturating_add(PROGRAM + TEXT)

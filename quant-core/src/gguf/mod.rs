@@ -66,9 +66,12 @@ mod read;
 mod read_back_tests;
 mod rows;
 mod run;
+mod saved;
 mod specials;
 mod steps;
 mod tokenizer;
+
+use std::collections::BTreeMap;
 
 use serde_json::json;
 
@@ -82,9 +85,12 @@ pub use read::{GgufSource, is_gguf, open};
 pub use run::{GgufInputs, GgufReport, GgufTensorReport, write_tensors};
 pub use steps::Steps;
 
+use crate::calibrate::{Sampling, TokenWindows};
 use crate::checkpoint::ModelDirectory;
 use crate::digest::sha256_hex;
-use crate::pipeline::Program;
+use crate::model::Model;
+use crate::pipeline::{CalibrationReport, Program};
+use crate::{CancelToken, Result, TensorSink};
 
 pub use crate::recipe::GGUF as FORMAT;
 
@@ -115,27 +121,41 @@ impl GgufPlan {
     }
 
     /// The inputs on which a run depends, except those that a resume checks separately: the file's header and the
-    /// contents of the checkpoint.
+    /// contents of the checkpoint. `importance` is a matrix from a file; `calibration` is the text, if there is one, and
+    /// how its windows were chosen.
     pub fn fingerprint(
         &self,
         directory: &ModelDirectory,
         importance: Option<&Importance>,
-        steps: Option<&Steps>,
+        calibration: Option<(&TokenWindows, &Sampling)>,
         program: &Program,
     ) -> serde_json::Value {
+        let request = &self.request;
         let importance = importance.map(|im| sha256_hex(im.to_dat()));
-        let mut print = json!({
+        let (transforms, settings) = (&request.transforms, &request.settings);
+        let search = transforms.iter().find_map(|t| t.search_mode(settings));
+        let prints = transforms.iter().map(|t| (t.name().to_owned(), t.fingerprint(settings)));
+        let gptq = request.gptq.map(|gptq| gptq.described().into_iter().collect::<BTreeMap<_, _>>());
+        let rounding = gptq.map(|settings| json!({ "gptq": settings }));
+        json!({
             "program": program,
             "config_sha256": sha256_hex(json!(directory.config()).to_string()),
             "format": FORMAT,
-            "mixture": self.request.mixture.name,
-            "importance": importance,
-            "search": format!("{:?}", self.request.search),
-            "gptq": self.request.gptq.map(|settings| settings.described()),
-        });
-        if let Some(steps) = steps {
-            print["steps"] = json!({ "names": self.request.steps(), "factors_sha256": steps.digest() });
-        }
-        print
+            "mixture": request.mixture.name,
+            "method": request.method(),
+            "importance_sha256": importance,
+            "search": format!("{:?}", request.search),
+            "calibration": calibration.map(|(windows, sampling)| CalibrationReport::new(search, sampling, windows)),
+            "rounding": rounding.unwrap_or_else(|| json!({})),
+            "transforms": prints.collect::<serde_json::Map<_, _>>(),
+        })
+    }
+
+    /// Compares the tensors outside of blocks, on which all calibration depends, with those of the interrupted run.
+    ///
+    /// # Errors
+    /// [`Error::InputChanged`](crate::Error::InputChanged) if one has changed; errors of reading and of `sink`.
+    pub fn check_outer(&self, model: &Model, sink: &mut dyn TensorSink, cancel: &CancelToken) -> Result<()> {
+        saved::check_outer(sink, model, self, cancel)
     }
 }

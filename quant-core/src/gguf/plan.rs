@@ -56,6 +56,13 @@ impl GgufRequest {
         self.transforms.iter().map(|t| t.name()).collect()
     }
 
+    /// The steps and the rounding, such as `awq-gptq`.
+    pub(super) fn method(&self) -> String {
+        let rounding = if self.gptq.is_some() { "gptq" } else { "rtn" };
+        let is_default = self.gptq.is_none() && !self.transforms.is_empty();
+        self.steps().into_iter().chain((!is_default).then_some(rounding)).collect::<Vec<_>>().join("-")
+    }
+
     /// Whether the method needs a calibration text.
     pub fn needs_text(&self) -> bool {
         self.gptq.is_some() || !self.transforms.is_empty()

@@ -115,10 +115,13 @@ pub fn write_tensors(
     let mut reports = Vec::with_capacity(plan.tensors.len());
     for tensor in &plan.tensors {
         cancel.check()?;
+        let recalled = sink.recall(&tensor.name).and_then(|r| serde_json::from_value(r).ok());
+        // A tensor that is already complete is only read, to check that it is unchanged.
+        let recalled = recalled.filter(|_| sink.is_complete(&tensor.name));
         let importance = importance.map(|im| im.of(tensor)).transpose()?.flatten();
         let factors = match &mut curvature {
-            Some(curvature) => curvature.of(tensor)?,
-            None => Vec::new(),
+            Some(curvature) if recalled.is_none() => curvature.of(tensor, sink)?,
+            _ => Vec::new(),
         };
         let search = plan.request.search;
         let is_rewritten = steps.is_some_and(|steps| tensor.sources().iter().any(|name| steps.changes(name)));
@@ -133,7 +136,7 @@ pub fn write_tensors(
             written: 0,
             hash: blake3::Hasher::new(),
         };
-        reports.push(writer.run(model)?);
+        reports.push(writer.run(model, recalled)?);
         sink.commit()?;
         observer.event(&Event::UnitDone { detail: tensor.name.clone() });
     }
@@ -166,12 +169,9 @@ struct Squares {
 }
 
 impl Writer<'_> {
-    fn run(&mut self, model: &Model) -> Result<GgufTensorReport> {
+    /// `recalled` is the report of a tensor that an interrupted run has completed.
+    fn run(&mut self, model: &Model, recalled: Option<GgufTensorReport>) -> Result<GgufTensorReport> {
         let PlannedTensor { name, shape, kind, replaces, source } = self.tensor;
-        let recalled =
-            self.sink.recall(name).and_then(|r| serde_json::from_value::<GgufTensorReport>(r).ok());
-        // A tensor that is already complete is only read, to check that it is unchanged.
-        let recalled = recalled.filter(|_| self.sink.is_complete(name));
         let skip = recalled.is_some();
         let mut squares = Squares::default();
         match source {

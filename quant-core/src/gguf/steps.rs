@@ -5,16 +5,18 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
+use serde_json::json;
+
 use super::imatrix::Importance;
 use super::plan::{GgufPlan, PlannedTensor};
+use super::saved;
 use crate::blocks::BlockSearch;
 use crate::calibrate::HiddenStates;
 use crate::checkpoint::Dtype;
-use crate::digest::sha256_hex;
 use crate::model::{BlockGraph, Model, NodeId};
 use crate::pipeline::{SearchContext, Searched, search_rewrites};
-use crate::transform::{BlockGrid, FoldRecord, Search, rewritten};
-use crate::{CancelToken, Error, Event, Observer, Result};
+use crate::transform::{BlockGrid, FoldRecord, Rewrite, Search, rewritten};
+use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 
 /// What the steps have found.
 pub struct Steps {
@@ -25,16 +27,19 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// Searches the rewrite of every block, beginning with the batch's embeddings in `states`.
+    /// Searches the rewrite of every block, beginning with the batch's embeddings in `states`. Records each rewrite in
+    /// `sink`. Those that an interrupted run recorded are not searched again.
     ///
     /// # Errors
-    /// Errors of reading, running and searching blocks; [`Error::InputFile`] if the importance of a tensor is invalid;
+    /// Errors of reading, running and searching blocks, and of `sink`; [`Error::InputFile`] if the importance of a
+    /// tensor is invalid; [`Error::InputChanged`] if a weight has changed since the interrupted run;
     /// [`Error::Interrupted`].
     pub fn search(
         plan: &GgufPlan,
         model: &Model,
         states: &mut HiddenStates,
         importance: Option<&Importance>,
+        sink: &mut dyn TensorSink,
         observer: &dyn Observer,
         cancel: &CancelToken,
     ) -> Result<Self> {
@@ -48,37 +53,48 @@ impl Steps {
         for layer in 0..a.layers {
             cancel.check()?;
             let block = model.block(layer, &ropes)?;
+            saved::check_block(sink, model, layer, &block)?;
             let graph = block.graph().clone();
-            let prefix = a.in_block(layer, "");
-            // Norms are F32 in the file, so the quotients of their weights are not rounded further.
-            let norm_dtypes = graph.norms().map(|(node, ..)| (node, Dtype::F32)).collect();
-            let block_grids = types.grids(&graph, &|name| a.in_block(layer, name))?;
-            let context = SearchContext {
-                prefix: &prefix,
-                settings,
-                smoothing: a.smoothing,
-                norm_dtypes: &norm_dtypes,
-                ranges: &BTreeMap::new(),
-                block_grids: &block_grids,
-                experts_apart: false,
-                observer,
-                cancel,
-            };
             let advance = layer + 1 < a.layers;
-            let (alone, searched) =
-                (transforms.len() == 1, [Searched { grids: &BTreeMap::new(), findings: None }]);
-            let states_of_block = Some(&mut *states);
-            let found =
-                search_rewrites(transforms, &context, &block, &searched, states_of_block, advance && alone)?;
-            if advance && !alone {
+            let alone = transforms.len() == 1;
+            let known = recall(sink, layer);
+            let is_known = known.is_some();
+            let mut rewrite = match known {
+                Some(rewrite) => rewrite,
+                None => {
+                    let prefix = a.in_block(layer, "");
+                    // Norms are F32 in the file, so the quotients of their weights are not rounded further.
+                    let norm_dtypes = graph.norms().map(|(node, ..)| (node, Dtype::F32)).collect();
+                    let block_grids = types.grids(&graph, &|name| a.in_block(layer, name))?;
+                    let context = SearchContext {
+                        prefix: &prefix,
+                        settings,
+                        smoothing: a.smoothing,
+                        norm_dtypes: &norm_dtypes,
+                        ranges: &BTreeMap::new(),
+                        block_grids: &block_grids,
+                        experts_apart: false,
+                        observer,
+                        cancel,
+                    };
+                    let searched = [Searched { grids: &BTreeMap::new(), findings: None }];
+                    let states = Some(&mut *states);
+                    let found =
+                        search_rewrites(transforms, &context, &block, &searched, states, advance && alone)?;
+                    let mut rewrite = found.into_iter().next().unwrap_or_default();
+                    if !rewrite.only_rescales() {
+                        return Err(Error::Internal(format!(
+                            "the steps {} support blocks, but clip or reorder weights of `{prefix}`",
+                            plan.request.steps().join(", ")
+                        )));
+                    }
+                    rewrite.folds = rewrite.folds.into_iter().map(FoldRecord::shortened).collect();
+                    remember(sink, layer, &rewrite)?;
+                    rewrite
+                }
+            };
+            if advance && (is_known || !alone) {
                 states.advance(&block, cancel)?;
-            }
-            let mut rewrite = found.into_iter().next().unwrap_or_default();
-            if !rewrite.only_rescales() {
-                return Err(Error::Internal(format!(
-                    "the steps {} support blocks, but clip or reorder weights of `{prefix}`",
-                    plan.request.steps().join(", ")
-                )));
             }
             for (node, name, ..) in graph.linears() {
                 if let Some(columns) = rewrite.columns.get(&node) {
@@ -86,7 +102,7 @@ impl Steps {
                     factors.insert(tensor, Arc::from(&columns[..]));
                 }
             }
-            folds.extend(std::mem::take(&mut rewrite.folds).into_iter().map(FoldRecord::shortened));
+            folds.append(&mut rewrite.folds);
             rewrites.push(rewrite);
             observer.event(&Event::UnitDone { detail: format!("block {layer}") });
         }
@@ -113,16 +129,49 @@ impl Steps {
     pub(super) fn changes(&self, tensor: &str) -> bool {
         self.factors.contains_key(tensor)
     }
+}
 
-    /// A digest of all factors.
-    pub(super) fn digest(&self) -> String {
-        let mut bytes = Vec::new();
-        for (name, factors) in &self.factors {
-            bytes.extend(name.as_bytes());
-            bytes.extend(factors.iter().flat_map(|factor| factor.to_le_bytes()));
-        }
-        sha256_hex(bytes)
+/// The key of the record of a block's rewrite.
+fn key(layer: usize) -> String {
+    format!("rewrite of block {layer}")
+}
+
+/// Records what [`rewritten`] needs of a rewrite.
+fn remember(sink: &mut dyn TensorSink, layer: usize, rewrite: &Rewrite) -> Result<()> {
+    if !(rewrite.clips.is_empty() && rewrite.row_order.is_empty() && rewrite.column_order.is_empty()) {
+        // `rewritten` refuses it.
+        return Ok(());
     }
+    let parts = [
+        ("norm", &rewrite.norms),
+        ("norm bias", &rewrite.norm_biases),
+        ("columns", &rewrite.columns),
+        ("rows", &rewrite.rows),
+    ];
+    let vectors = parts.into_iter().flat_map(|(part, vectors)| {
+        vectors.iter().map(move |(node, values)| (format!("{part} {node}"), &values[..]))
+    });
+    sink.remember(&key(layer), &json!({ "vectors": saved::record(vectors), "folds": rewrite.folds }))?;
+    sink.commit()
+}
+
+/// Returns the rewrite of a block that an interrupted run recorded.
+fn recall(sink: &dyn TensorSink, layer: usize) -> Option<Rewrite> {
+    let record = sink.recall(&key(layer))?;
+    let mut rewrite =
+        Rewrite { folds: serde_json::from_value(record["folds"].clone()).ok()?, ..Rewrite::default() };
+    for (name, values) in saved::vectors(&record["vectors"])? {
+        let (part, node) = name.rsplit_once(' ')?;
+        let vectors = match part {
+            "norm" => &mut rewrite.norms,
+            "norm bias" => &mut rewrite.norm_biases,
+            "columns" => &mut rewrite.columns,
+            "rows" => &mut rewrite.rows,
+            _ => return None,
+        };
+        vectors.insert(node.parse().ok()?, values);
+    }
+    Some(rewrite)
 }
 
 /// The block types of weights, by their names in the checkpoint.

@@ -14,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use super::records::{check_names, typed};
 use super::{Job, REPORT};
-use crate::calibrate::{ExpertSampling, Mask, Packing, TokenWindows};
+use crate::calibrate::{ExpertSampling, Mask, Packing, Sampling, TokenWindows};
 use crate::checkpoint::{Dtype, TensorInfo, parse_strictly, read_capped};
 use crate::digest::hex;
 use crate::model::{Carried, KvScheme, Model};
@@ -450,19 +450,26 @@ impl QuantReport {
 }
 
 pub(super) fn calibration(job: &Job<'_>, windows: &TokenWindows) -> CalibrationReport {
-    let [counted, context, padding] = windows.uses();
-    CalibrationReport {
-        search: job.plan.method.search_mode(&job.plan.settings),
-        samples: windows.len(),
-        length: windows.length(),
-        seed: job.plan.sampling.seed,
-        packing: windows.packing(),
-        mask: job.plan.sampling.mask,
-        experts: Some(job.plan.sampling.experts).filter(|experts| !experts.is_routed()),
-        tokens: (counted + context) as u64,
-        tokens_counted: counted as u64,
-        padding: padding as u64,
-        tokens_sha256: windows.sha256(),
-        layout_sha256: windows.layout_sha256(),
+    let search = job.plan.method.search_mode(&job.plan.settings);
+    CalibrationReport::new(search, &job.plan.sampling, windows)
+}
+
+impl CalibrationReport {
+    pub(crate) fn new(search: Option<Search>, sampling: &Sampling, windows: &TokenWindows) -> Self {
+        let [counted, context, padding] = windows.uses();
+        Self {
+            search,
+            samples: windows.len(),
+            length: windows.length(),
+            seed: sampling.seed,
+            packing: windows.packing(),
+            mask: sampling.mask,
+            experts: Some(sampling.experts).filter(|experts| !experts.is_routed()),
+            tokens: (counted + context) as u64,
+            tokens_counted: counted as u64,
+            padding: padding as u64,
+            tokens_sha256: windows.sha256(),
+            layout_sha256: windows.layout_sha256(),
+        }
     }
 }

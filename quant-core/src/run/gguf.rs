@@ -101,22 +101,14 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
         true => Some(calibration(&opened, text, sampling(settings)?, host)?),
         false => None,
     };
-    let mut batch = windows.as_ref().map(|windows| Batch { windows, spill: spill.as_ref(), states: None });
-    let importance = importance(settings, text.name(), &opened, batch.as_mut(), host)?;
-    let (importance, origin) = match importance {
-        Some((importance, origin)) => (Some(importance), origin),
-        None => (None, String::new()),
-    };
+    let mut importance = importance(settings, text.name(), &opened, windows.as_ref())?;
     let request_of_file = settings.gguf_request_with(importance.is_some(), &request.extensions)?;
     let plan = GgufPlan::new(&opened.model, &opened.directory, request_of_file)?;
-    let mut importance = importance.map(|mut im| {
-        im.fit(&plan.tensors);
-        im
-    });
     for note in &plan.notes {
         host.note(note.as_str());
     }
-    if let Some(missing) = importance.as_ref().map(|im| im.missing(&plan.tensors)).filter(|m| !m.is_empty()) {
+    let missing = importance.as_ref().map(|found| found.matrix().missing(&plan.tensors));
+    if let Some(missing) = missing.filter(|missing| !missing.is_empty()) {
         return Err(Error::usage(
             format!(
                 "the importance matrix has no entry for {}, such as {}",
@@ -126,11 +118,66 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
             "use an importance matrix of the same model",
         ));
     }
+    if let Some(ImportanceMatrix::Given(matrix)) = &mut importance {
+        matrix.fit(&plan.tensors);
+    }
+    let mut writer = writer(&plan, &opened, importance.as_ref(), windows.as_ref(), request, host)?;
+    for note in writer.notes() {
+        host.note(note.as_str());
+    }
+    let batch = windows.as_ref().map(|windows| Batch { windows, spill: spill.as_ref(), states: None });
+    let report = match fill(&plan, &opened, importance, batch, &mut writer, request, host) {
+        Ok(report) => report,
+        Err(error) => return Err(given_up(vec![writer], error)),
+    };
+    let published = writer.prepare(host.observer, host.cancel)?.publish()?;
+    let bytes_before = opened.directory.source().file_bytes();
+    Ok(GgufDone { plan, published, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
+}
+
+/// The importance matrix of a run.
+enum ImportanceMatrix {
+    Given(Importance),
+    /// It will be gathered. This is its outline.
+    Gathered(Importance),
+}
+
+impl ImportanceMatrix {
+    fn matrix(&self) -> &Importance {
+        match self {
+            Self::Given(matrix) | Self::Gathered(matrix) => matrix,
+        }
+    }
+}
+
+/// Calibrates, and writes all tensors and the report.
+fn fill(
+    plan: &GgufPlan,
+    opened: &Opened,
+    importance: Option<ImportanceMatrix>,
+    mut batch: Option<Batch<'_>>,
+    sink: &mut CheckpointWriter,
+    request: &QuantizeRequest,
+    host: &Host<'_>,
+) -> Result<GgufReport> {
+    let (observer, cancel) = (host.observer, host.cancel);
+    if batch.is_some() {
+        plan.check_outer(&opened.model, sink, cancel)?;
+    }
+    let mut importance = match (importance, &mut batch) {
+        (Some(ImportanceMatrix::Given(matrix)), _) => Some(matrix),
+        (Some(ImportanceMatrix::Gathered(outline)), Some(batch)) => {
+            let mut matrix = gathered(outline, opened, batch, sink, request, host)?;
+            matrix.fit(&plan.tensors);
+            Some(matrix)
+        }
+        _ => None,
+    };
     let steps = match batch.as_mut().filter(|_| !plan.request.transforms.is_empty()) {
         Some(batch) => {
             let states = batch.embedded(&opened.model)?;
-            let (model, observer) = (&opened.model, host.observer);
-            Some(Steps::search(&plan, model, states, importance.as_ref(), observer, host.cancel)?)
+            let (model, importance) = (&opened.model, importance.as_ref());
+            Some(Steps::search(plan, model, states, importance, sink, observer, cancel)?)
         }
         None => None,
     };
@@ -140,15 +187,16 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     let model = steps.as_ref().map_or(&opened.model, Steps::model);
     let mut curvature = match (plan.request.gptq, batch) {
         (Some(settings), Some(batch)) => {
-            Some(Curvature::new(model, batch.into_embedded(model)?, settings, host.cancel)?)
+            Some(Curvature::new(model, batch.into_embedded(model)?, steps.is_none(), settings, cancel)?)
         }
         _ => None,
     };
     let inputs = GgufInputs { model, importance: importance.as_ref(), steps: steps.as_ref() };
-    let (published, report) = write(&plan, &opened, (inputs, curvature.as_mut()), &origin, request, host)?;
-    let bytes_before = opened.directory.source().file_bytes();
-    drop(curvature);
-    Ok(GgufDone { plan, published, report, bytes_before, seconds: started.elapsed().as_secs_f64() })
+    let report = write_tensors(plan, inputs, curvature.as_mut(), sink, observer, cancel)?;
+    if !is_gguf_name(&request.output) {
+        sink.add_file(REPORT, report.to_json()?.as_bytes())?;
+    }
+    Ok(report)
 }
 
 /// The calibration batch, which passes through the model several times with the same memory.
@@ -226,11 +274,10 @@ fn importance(
     settings: &RecipeSettings,
     text: &str,
     opened: &Opened,
-    batch: Option<&mut Batch<'_>>,
-    host: &Host<'_>,
-) -> Result<Option<(Importance, String)>> {
+    windows: Option<&TokenWindows>,
+) -> Result<Option<ImportanceMatrix>> {
     let gguf = &settings.gguf;
-    if (batch.is_some() || gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
+    if (windows.is_some() || gguf.imatrix.is_some()) && opened.model.quant_method().is_some() {
         if let Some(method) = settings.method.as_deref().filter(|_| gguf.imatrix.is_none()) {
             return Err(Error::usage(
                 format!(
@@ -244,64 +291,74 @@ fn importance(
             "leave it out, or add ‹requantize›",
         ));
     }
-    if let Some(path) = &gguf.imatrix {
-        return Ok(Some((Importance::read(path)?, path.display().to_string())));
+    match (&gguf.imatrix, windows) {
+        (Some(path), _) => Ok(Some(ImportanceMatrix::Given(Importance::read(path)?))),
+        (None, Some(windows)) => {
+            Ok(Some(ImportanceMatrix::Gathered(Importance::outline(&opened.model, windows, text)?)))
+        }
+        (None, None) => Ok(None),
     }
-    let Some(batch) = batch else { return Ok(None) };
-    let states = batch.embedded(&opened.model)?;
-    let found = Importance::gather(&opened.model, states, text, host.observer, host.cancel)?;
-    if let Some(path) = &gguf.save_imatrix {
+}
+
+/// Gathers an importance matrix, unless an interrupted run has done so, and saves it if requested.
+fn gathered(
+    outline: Importance,
+    opened: &Opened,
+    batch: &mut Batch<'_>,
+    sink: &mut CheckpointWriter,
+    request: &QuantizeRequest,
+    host: &Host<'_>,
+) -> Result<Importance> {
+    let model = &opened.model;
+    let found = match outline.recall(model, sink, host.cancel)? {
+        Some(found) => found,
+        None => outline.gather(model, batch.embedded(model)?, sink, host.observer, host.cancel)?,
+    };
+    if let Some(path) = &request.settings.gguf.save_imatrix {
         let bytes = match path.extension() == Some(OsStr::new("dat")) {
             true => found.to_dat(),
             false => found.to_gguf()?,
         };
         write_file(path, &bytes)?;
     }
-    let origin = gguf.save_imatrix.as_ref().map_or_else(String::new, |path| path.display().to_string());
-    Ok(Some((found, origin)))
+    Ok(found)
 }
 
-/// Writes the file to OUT if that ends in `.gguf`, otherwise into a directory of that name.
-fn write(
+/// Begins or resumes the file OUT if that ends in `.gguf`, otherwise a file in a directory of that name.
+fn writer(
     plan: &GgufPlan,
     opened: &Opened,
-    (inputs, curvature): (GgufInputs<'_>, Option<&mut Curvature<'_>>),
-    origin: &str,
+    importance: Option<&ImportanceMatrix>,
+    windows: Option<&TokenWindows>,
     request: &QuantizeRequest,
     host: &Host<'_>,
-) -> Result<(Published, GgufReport)> {
+) -> Result<CheckpointWriter> {
     let single_file = is_gguf_name(&request.output);
     let file_name = match request.output.file_name() {
         Some(name) if single_file => name.to_string_lossy().into_owned(),
         _ => FILE.to_owned(),
     };
-    let split = request.settings.gguf.split_max_size;
+    let gguf = &request.settings.gguf;
+    let split = gguf.split_max_size;
+    let given = match importance {
+        Some(ImportanceMatrix::Given(matrix)) => Some(matrix),
+        _ => None,
+    };
+    let origin = gguf.imatrix.as_ref().or(gguf.save_imatrix.as_ref());
+    let origin = origin.map_or_else(String::new, |path| path.display().to_string());
+    let sampling = sampling(&request.settings)?;
+    let calibration = windows.map(|windows| (windows, &sampling));
+    let matrix = importance.map(ImportanceMatrix::matrix);
     let options = WriteOptions {
         force: request.force,
         resume: request.resume,
-        fingerprint: plan.fingerprint(&opened.directory, inputs.importance, inputs.steps, &host.program()?),
-        archive: Arc::new(plan.archive(&file_name, split.is_some(), inputs.importance, origin)),
+        fingerprint: plan.fingerprint(&opened.directory, given, calibration, &host.program()?),
+        archive: Arc::new(plan.archive(&file_name, split.is_some(), matrix, &origin)),
         single_file,
         max_shard_bytes: split.unwrap_or(WriteOptions::default().max_shard_bytes),
         ..WriteOptions::default()
     };
-    let mut writer = CheckpointWriter::create(&request.output, plan.outputs()?, options)?;
-    for note in writer.notes() {
-        host.note(note.as_str());
-    }
-    let (observer, cancel) = (host.observer, host.cancel);
-    let outcome = write_tensors(plan, inputs, curvature, &mut writer, observer, cancel).and_then(|report| {
-        if !single_file {
-            writer.add_file(REPORT, report.to_json()?.as_bytes())?;
-        }
-        Ok(report)
-    });
-    let report = match outcome {
-        Ok(report) => report,
-        Err(error) => return Err(given_up(vec![writer], error)),
-    };
-    let published = writer.prepare(observer, cancel)?.publish()?;
-    Ok((published, report))
+    CheckpointWriter::create(&request.output, plan.outputs()?, options)
 }
 
 /// Returns the bits per weight of a file, over all tensors.

@@ -29,6 +29,11 @@ struct Row {
     failure: Option<String>,
 }
 
+/// The number of the day, for checks that take turns.
+pub fn day() -> u64 {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs() / (24 * 60 * 60)
+}
+
 impl Steps {
     /// All steps, or only those named in `only` if it is not empty.
     pub fn new(only: &[String]) -> Self {
@@ -69,8 +74,7 @@ impl Steps {
 
     /// Runs one of these steps, by turns: one a day. Any of them runs if it is chosen by name.
     pub fn by_turns(&mut self, steps: &[(&str, Action)]) {
-        let days = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs() / (24 * 60 * 60);
-        let turn = days as usize % steps.len();
+        let turn = day() as usize % steps.len();
         for (at, (name, action)) in steps.iter().enumerate() {
             if at == turn || !self.only.is_empty() {
                 self.step(name, action);
