@@ -497,7 +497,12 @@ fn hostile_stores_are_refused() {
         ("quant-job/2", "quant-job/9", Category::Usage, "quant-job/9"),
         ("\"instruction_set\": \"", "\"instruction_set\": \"x", Category::Environment, "instruction_set"),
         ("\"processor\": \"", "\"processor\": \"x", Category::Environment, "processor"),
-        ("\"executable_blake3\": \"", "\"executable_blake3\": \"0", Category::Usage, "executable: is a different build"),
+        (
+            "\"executable_blake3\": \"",
+            "\"executable_blake3\": \"0",
+            Category::Usage,
+            "executable: is a different build",
+        ),
         ("\"method\": \"rtn\"", "\"method\": \"awq\"", Category::Input, "inputs"),
         ("\"version\": \"", "\"version\": \"9", Category::Usage, "version"),
         ("\"tensors_sha256\": \"", "\"tensors_sha256\": \"0", Category::Usage, "tensors"),

@@ -21,7 +21,8 @@ impl Bench {
     fn new() -> Self {
         let bench = Self { scratch: tempfile::tempdir().unwrap() };
         write_cut_demo_model(&bench.at("model"), 3);
-        std::fs::write(bench.at("text"), "The kettle was on, and the window was open.\n".repeat(500)).unwrap();
+        std::fs::write(bench.at("text"), "The kettle was on, and the window was open.\n".repeat(500))
+            .unwrap();
         bench
     }
 

@@ -183,7 +183,12 @@ fn exit_codes_tell_schedulers_what_to_do() {
     case("no effect", &bench.init(&["--method", "rtn", "--forward-shards", "2"]), 2, &["--forward-shards"]);
     assert!(!bench.at("store").exists());
     bench.init(&rtn).succeeded();
-    case("other settings", &bench.init(&["--method", "rtn", "--scheme", "w8a16"]), 2, &["scheme: was w4a16-g128-sym, is w8a16-g128-sym (21 linears)"]);
+    case(
+        "other settings",
+        &bench.init(&["--method", "rtn", "--scheme", "w8a16"]),
+        2,
+        &["scheme: was w4a16-g128-sym, is w8a16-g128-sym (21 linears)"],
+    );
     for (options, code, expected) in [
         (&["--unit", "blocks/7"][..], 2, "no unit `blocks/7`"),
         (&["--memory-budget", "2MiB"][..], 5, "memory"),

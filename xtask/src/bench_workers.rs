@@ -225,7 +225,8 @@ fn together(processes: &mut [Command]) -> Result<Vec<Usage>> {
     std::thread::scope(|scope| {
         let running: Vec<_> =
             processes.iter_mut().map(|process| scope.spawn(|| measure::run(process))).collect();
-        let joined = running.into_iter().map(|thread| thread.join().map_err(|_| anyhow!("a thread panicked"))?);
+        let joined =
+            running.into_iter().map(|thread| thread.join().map_err(|_| anyhow!("a thread panicked"))?);
         joined.collect()
     })
 }
@@ -241,7 +242,8 @@ fn report(args: &Args, measured: &[(Method, Vec<Round>)]) -> Result<()> {
     for (method, rounds) in measured {
         let of = |value: &dyn Fn(&Round) -> f64| median(rounds.iter().map(value));
         let speedup = of(&Round::speedup);
-        let range = |best: fn(f64, f64) -> f64| rounds.iter().map(Round::speedup).reduce(best).unwrap_or(f64::NAN);
+        let range =
+            |best: fn(f64, f64) -> f64| rounds.iter().map(Round::speedup).reduce(best).unwrap_or(f64::NAN);
         rows.push(vec![
             method.name.to_owned(),
             format!("{:.2}", of(&|round| round.single)),
@@ -271,7 +273,8 @@ fn report(args: &Args, measured: &[(Method, Vec<Round>)]) -> Result<()> {
             )
         }));
     }
-    let header = ["method", "one process s", "job s", "speed-up", "range", "by CPU time", "CPU time, relative"];
+    let header =
+        ["method", "one process s", "job s", "speed-up", "range", "by CPU time", "CPU time, relative"];
     let table = table(&header, &rows);
     println!("\n{table}");
     let describe = |(method, _): &(Method, Vec<Round>)| {

@@ -159,9 +159,7 @@ pub fn run(args: &Args) -> Result<()> {
     let rows: Vec<Vec<String>> = CASES
         .iter()
         .zip(&counts)
-        .map(|(case, c)| {
-            vec![case.name(), c.outputs.to_string(), (c.kills - c.late).to_string(), "0".into()]
-        })
+        .map(|(case, c)| vec![case.name(), c.outputs.to_string(), (c.kills - c.late).to_string(), "0".into()])
         .collect();
     let table = table(&["command", "outputs", "kills", "differing"], &rows);
     println!("\n{table}");

@@ -6,9 +6,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use xtask::{
-    bench_awq_memory, bench_cpu_time, bench_kernels, bench_rtn, bench_workers, book, charts, ci, crash_points,
-    cuda, dist, fuzz, gpu, interop, kill_cycles, nightly, outside, plant, python, same_bytes, sanitize, simulate_scale,
-    synth,
+    bench_awq_memory, bench_cpu_time, bench_kernels, bench_rtn, bench_workers, book, charts, ci,
+    crash_points, cuda, dist, fuzz, gpu, interop, kill_cycles, nightly, outside, plant, python, same_bytes,
+    sanitize, simulate_scale, synth,
 };
 
 #[derive(Parser)]

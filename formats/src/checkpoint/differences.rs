@@ -98,7 +98,8 @@ impl Difference {
             other => other.rsplit('.').next().unwrap_or(other).to_owned(),
         });
         if let Some(part) = part {
-            let [was, is] = [&self.was, &self.is].map(|value| if value.is_null() { "not used" } else { "used" });
+            let [was, is] =
+                [&self.was, &self.is].map(|value| if value.is_null() { "not used" } else { "used" });
             return format!("{}: was {was}, is {is}", printable(&part));
         }
         match &*self.field {
@@ -246,10 +247,7 @@ mod tests {
         assert_eq!(lines(plain.clone(), all.clone()), ["expert tokens: was routed, is all"]);
         let floor = of(true, json!({ "tokens": "routed", "floor": 60 }), none);
         assert_eq!(lines(floor.clone(), plain), ["expert floor: was 60, is 0"]);
-        assert_eq!(
-            lines(all, floor),
-            ["expert tokens: was all, is routed", "expert floor: was 0, is 60"]
-        );
+        assert_eq!(lines(all, floor), ["expert tokens: was all, is routed", "expert floor: was 0, is 60"]);
     }
 
     #[test]

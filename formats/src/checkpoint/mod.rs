@@ -59,6 +59,8 @@ pub use archive::{Archive, SafetensorsDirectory};
 pub use config_fields::Asked;
 pub use config_fields::ConfigFields;
 pub use contract::check_specs;
+#[cfg(feature = "write")]
+pub use differences::differences;
 pub use directory::{ModelDirectory, Sidecar};
 pub use dtype::{Dtype, OpaqueDtype};
 pub use header_error::HeaderError;
@@ -69,8 +71,6 @@ pub use identity::file_blake3;
 #[cfg(feature = "write")]
 pub use identity::file_sha256;
 pub use input_file::{open_regular, placeholder, read_capped, read_exact_at};
-#[cfg(feature = "write")]
-pub use differences::differences;
 #[cfg(feature = "write")]
 pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 #[cfg(feature = "write")]

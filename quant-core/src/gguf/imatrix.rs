@@ -147,7 +147,12 @@ impl Importance {
     ///
     /// # Errors
     /// [`Error::InputChanged`] if a weight has changed since; [`Error::Interrupted`]; errors of reading blocks.
-    pub fn recall(&self, model: &Model, sink: &mut dyn TensorSink, cancel: &CancelToken) -> Result<Option<Self>> {
+    pub fn recall(
+        &self,
+        model: &Model,
+        sink: &mut dyn TensorSink,
+        cancel: &CancelToken,
+    ) -> Result<Option<Self>> {
         let entry = |name: &str| {
             let vectors = saved::vectors(&sink.recall(&key(name))?)?;
             let [(_, sums), (_, counts)] = <[_; 2]>::try_from(vectors).ok()?;
@@ -429,12 +434,18 @@ impl Importance {
 }
 
 fn family(a: &Architecture) -> Result<&'static GgufFamily> {
-    families::of_model(a)
-        .ok_or_else(|| Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family)))
+    families::of_model(a).ok_or_else(|| {
+        Error::Internal(format!("models of the family {} cannot be written as GGUF", a.family))
+    })
 }
 
 /// The matrices of the file that a linear becomes, each with its index in its tensor.
-fn matrices(a: &Architecture, family: &GgufFamily, layer: usize, linear: &Op) -> Result<Vec<(Placed, usize)>> {
+fn matrices(
+    a: &Architecture,
+    family: &GgufFamily,
+    layer: usize,
+    linear: &Op,
+) -> Result<Vec<(Placed, usize)>> {
     let weight = linear.parameters().into_iter().find(|parameter| parameter.name == "weight");
     let Some(weight) = weight else { return Ok(Vec::new()) };
     let placed = layout::of_parameter(a, family, layer, linear, &weight)?.into_iter();

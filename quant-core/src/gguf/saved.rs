@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::plan::GgufPlan;
 use crate::checkpoint::{TensorInfo, TensorSource};
-use crate::digest::{hex, bytes_from_hex};
+use crate::digest::{bytes_from_hex, hex};
 use crate::model::{Block, Model};
 use crate::{CancelToken, Error, Result, TensorSink};
 
@@ -51,7 +51,12 @@ fn checksum(names: &Value, bytes: &[u8]) -> String {
 ///
 /// # Errors
 /// [`Error::InputChanged`] if a parameter has changed since; errors of reading and of `sink`.
-pub(super) fn check_block(sink: &mut dyn TensorSink, model: &Model, layer: usize, block: &Block) -> Result<()> {
+pub(super) fn check_block(
+    sink: &mut dyn TensorSink,
+    model: &Model,
+    layer: usize,
+    block: &Block,
+) -> Result<()> {
     let (a, source) = (model.architecture(), model.source());
     let ops = block.graph().nodes().iter().map(|node| &node.op);
     let names = ops.flat_map(|op| {
@@ -128,7 +133,9 @@ mod tests {
         for ((name, values), (expected, of)) in found.iter().zip(&all) {
             assert_eq!((name.as_str(), bits(values)), (*expected, bits(of)));
         }
-        for (from, to) in [("\"c 1\"", "\"c 2\""), ("0000c03f", "0000c13f"), ("\"a\",3", "\"a\",2"), ("00", "0g")] {
+        for (from, to) in
+            [("\"c 1\"", "\"c 2\""), ("0000c03f", "0000c13f"), ("\"a\",3", "\"a\",2"), ("00", "0g")]
+        {
             let damaged = text.replacen(from, to, 1);
             assert_ne!(damaged, text, "{from}");
             assert_eq!(vectors(&serde_json::from_str(&damaged).unwrap()), None, "{from}");

@@ -185,7 +185,8 @@ impl Bench {
             let mut running = 0;
             while usages.iter().any(Option::is_none) {
                 while running < nodes {
-                    let is_ready = |task: &&usize| tasks[**task].needs.iter().all(|need| usages[*need].is_some());
+                    let is_ready =
+                        |task: &&usize| tasks[**task].needs.iter().all(|need| usages[*need].is_some());
                     let longest = |a: &&usize, b: &&usize| tasks[**a].seconds.total_cmp(&tasks[**b].seconds);
                     let Some(next) = waiting.iter().filter(is_ready).max_by(longest).copied() else { break };
                     waiting.remove(&next);
@@ -235,7 +236,10 @@ mod tests {
             let together = || run(2.0 * (2.0 / speed + 0.1), &[[2.0 / speed + 0.1, 2.0]; 6]);
             let runs = [[alone(load), together()], [alone(1.0), together()]];
             let compared = Compared::new(&planned, &runs);
-            assert!((compared.start - 0.1).abs() < 1e-9 && (compared.speed - speed).abs() < 1e-9, "{compared:?}");
+            assert!(
+                (compared.start - 0.1).abs() < 1e-9 && (compared.speed - speed).abs() < 1e-9,
+                "{compared:?}"
+            );
             assert!(compared.error() < 1e-6, "{compared:?}");
         }
         // Nodes that were idle for half of the time.
