@@ -56,7 +56,7 @@ const CASES: [Case; 20] = [
     plain(Kind::Quantize, &["--format", "gguf", "--scheme", "q4_k_m", "--pre", "none"]),
     plain(Kind::Job, &["--method", "rtn", "--scheme", "nvfp4a16", "--format", "modelopt"]),
     calibrated(Kind::Quantize, &["--preset", "smoothquant-w8a8"]),
-    calibrated(Kind::Job, &["--preset", "qoq-w4a8kv4", "--span-blocks", "2", "--format", "qserve"]),
+    calibrated(Kind::Job, &["--preset", "qoq-w4a8kv4", "--format", "qserve"]),
     calibrated(Kind::Quantize, &["--method", "awq-gptq", "--format", "compressed-tensors"]),
     calibrated(Kind::Quantize, &["--method", "rtn", "--scheme", "nvfp4", "--format", "modelopt"]),
     calibrated(
