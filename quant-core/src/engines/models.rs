@@ -318,7 +318,7 @@ pub(super) const VLLM_CPU: &[Fact] = &[
     )
     .on(CPU_BUILD, NEWER),
     fact(GPT_OSS, SKIPS_EXPERTS, Basis::Read).on(CPU_BUILD, NEWEST),
-    fact(&["granitemoe"], Has::Yes, Basis::Read).on(CPU_BUILD, NEWEST),
+    fact(&["granitemoe"], Has::Yes, Basis::Run).on(CPU_BUILD, NEWEST),
     fact(EXPERTS, Has::Yes, Basis::Run).on(CPU_BUILD, NEWER),
     // See docs/formats/engines.md.
     fact(&["llama"], Has::Yes, Basis::Run).on(CPU_BUILD, "2026-11-23"),
