@@ -179,7 +179,9 @@ pub(super) fn ort_genai(outline: &Outline, _ranks: usize) -> Compatibility {
         return No(format!("`{}` is float, but its model builder needs codes of every linear", part.module));
     }
     let loads = |scheme: &LinearScheme| match scheme.granularity {
-        Granularity::Group(size) => size >= 16 && size.is_power_of_two() && matches!(scheme.bits(), 2 | 4 | 8),
+        Granularity::Group(size) => {
+            size >= 16 && size.is_power_of_two() && matches!(scheme.bits(), 2 | 4 | 8)
+        }
         _ => false,
     };
     match &outline.schemes()[..] {
