@@ -213,7 +213,7 @@ fn exit_codes_tell_schedulers_what_to_do() {
         "another model",
         &bench.run(&["--model", fewer.to_str().unwrap()]),
         2,
-        &["different", "config_sha256"],
+        &["different", "config.json: has changed"],
     );
     bench.run(&[]).succeeded();
     let path = bench.results()[0].clone();
