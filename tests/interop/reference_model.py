@@ -172,7 +172,8 @@ def check_modules(model, packed, attribute, dequantize):
     Experts are an exception: in transformers they are not modules, and are dequantized while they load.
     """
     modules = dict(model.named_modules())
-    if "vision_config" in model.config.to_dict():
+    # The modules of Llama 4 have the published names.
+    if "vision_config" in model.config.to_dict() and model.config.model_type != "llama4":
         packed = {module_name(name) for name in packed}
     # Nemotron-H is published under a name that differs from its module's.
     packed = {re.sub(r"^backbone\.", "model.", name) for name in packed}
