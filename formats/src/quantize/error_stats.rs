@@ -19,7 +19,6 @@ const MIN_GROUP: usize = 8;
 /// weight[5] = 60000.0;
 /// let tensor = quantize_rtn("proj", &weight, [1, 64], "w4a16-g32-sym".parse()?, Dtype::F32, None)?;
 /// let error = ErrorStats::of(&weight, &tensor)?;
-/// assert!(error.max_error < 2000.0);
 /// assert_eq!(error.vanished_groups, 1);
 /// # Ok::<(), quant_formats::Error>(())
 /// ```
