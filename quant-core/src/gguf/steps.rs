@@ -136,12 +136,8 @@ fn key(layer: usize) -> String {
     format!("rewrite of block {layer}")
 }
 
-/// Records what [`rewritten`] needs of a rewrite.
+/// Records what [`rewritten`] needs of a rewrite that only rescales.
 fn remember(sink: &mut dyn TensorSink, layer: usize, rewrite: &Rewrite) -> Result<()> {
-    if !(rewrite.clips.is_empty() && rewrite.row_order.is_empty() && rewrite.column_order.is_empty()) {
-        // `rewritten` refuses it.
-        return Ok(());
-    }
     let parts = [
         ("norm", &rewrite.norms),
         ("norm bias", &rewrite.norm_biases),

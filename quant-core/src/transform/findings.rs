@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::BlockTask;
 use crate::Result;
-use crate::digest::sha256_hex;
+use crate::digest::{bytes_from_hex, hex, sha256_hex};
 
 /// Stores the findings of the searches in one block.
 pub(crate) trait FindingStore: Send + Sync {
@@ -56,24 +56,15 @@ impl BlockTask<'_> {
 
 /// Floats as text, bit by bit.
 pub(super) fn to_text(values: &[f32]) -> String {
-    use std::fmt::Write;
-    let mut text = String::with_capacity(8 * values.len());
-    for value in values {
-        // Writing to a string does not fail.
-        let _ = write!(text, "{:08x}", value.to_bits());
-    }
-    text
+    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+    hex(&bytes)
 }
 
 /// The inverse of [`to_text`].
 pub(super) fn from_text(text: &str) -> Option<Vec<f32>> {
-    let pieces = text.as_bytes().chunks(8);
-    let value = |piece: &[u8]| {
-        let digits = std::str::from_utf8(piece).ok()?;
-        let valid = digits.len() == 8 && piece.iter().all(u8::is_ascii_hexdigit);
-        u32::from_str_radix(digits, 16).ok().filter(|_| valid).map(f32::from_bits)
-    };
-    pieces.map(value).collect()
+    let bytes = bytes_from_hex(text)?;
+    let (values, rest) = bytes.as_chunks::<4>();
+    rest.is_empty().then(|| values.iter().map(|value| f32::from_le_bytes(*value)).collect())
 }
 
 #[cfg(test)]
