@@ -43,14 +43,29 @@ lacks_compiler() {
 }
 command -v nvidia-smi >/dev/null && note device.txt nvidia-smi
 
+# Runs a test in its own process, because a fault on the device makes later calls of the process fail too.
+one_test() {
+    local name=$1 test=$2 log=results/tests/$1-${2//::/-}.txt
+    if QUANT_GPU=1 timeout "$TEST_SECONDS" "./tests/$name" --exact "$test" --nocapture >"$log" 2>&1; then
+        echo "ok      $name $test"
+    else
+        echo "FAILED  $name $test ($?): see $log"
+    fi
+}
+export -f one_test
+export TEST_SECONDS=${TEST_SECONDS:-300}
+
 if wanted tests; then
+    mkdir -p results/tests
     while read -r name skips; do
-        lacks_compiler "$name" && continue
+        lacks_compiler "$name" >&2 && continue
         arguments=()
         for skip in $skips; do arguments+=(--skip "$skip"); done
-        # Use one thread, because a fault on the device makes all tests that share its context fail.
-        QUANT_GPU=1 note "test-$name.txt" "./tests/$name" --test-threads 1 --nocapture "${arguments[@]}"
-    done <tests/list.txt
+        "./tests/$name" --list --format terse "${arguments[@]}" | sed -n "s/\(.*\): test\$/$name \1/p"
+    done <tests/list.txt |
+        xargs -P "$(nproc)" -L 1 bash -c 'one_test "$@"' one_test | tee results/tests.txt
+    failed=$((failed + $(grep -c ^FAILED results/tests.txt)))
+    grep -q ^ok results/tests.txt || { echo "FAILED: no test ran" && failed=$((failed + 1)); }
 fi
 
 if wanted sanitizer; then
