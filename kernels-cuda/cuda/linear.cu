@@ -102,10 +102,11 @@ struct Arguments {
     u32 m, n, k, x_stride, out_stride, chunks, middle;
     i32 x_zero;
     // Only with EXPERTS, where the arguments above are those of one expert. Its first row is `first`; row `r` of all has
-    // the activations of token `token_of[r]` of `tokens`, and its results are multiplied by `factors[r]`.
+    // the activations of token `token_of[r]` of `tokens`, and its results are multiplied by `factors[r]`. `block` is the
+    // number of this block among those of the expert.
     const u32 *token_of;
     const float *factors;
-    u32 first, tokens;
+    u32 first, tokens, block;
 };
 
 INLINE void set_barrier(u32 set) {
@@ -121,8 +122,7 @@ INLINE void set_barrier(u32 set) {
 // Token tiles whose blocks run concurrently, so that the weights they share are read from memory once.
 constexpr u32 NEIGHBOURS = 8;
 
-// Computes a tile of results. `block` numbers the tiles of this product, `blockIdx.x` those of the launch.
-INLINE void compute_tile(const Arguments &p, u32 block) {
+INLINE void compute_tile(const Arguments &p) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 m = p.m, n = p.n, k = p.k, chunks = p.chunks;
     // The broadcast tells the compiler that the value is the same in all lanes.
@@ -132,6 +132,7 @@ INLINE void compute_tile(const Arguments &p, u32 block) {
     // Consecutive blocks process NEIGHBOURS token tiles of one row tile, then the same token tiles of the next row
     // tile, and so on.
     const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
+    const u32 block = EXPERTS ? p.block : blockIdx.x;
     const u32 band = block / (NEIGHBOURS * row_tiles), in_band = block % (NEIGHBOURS * row_tiles);
     const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
     const u32 row_block = in_band / neighbours * ROW_BLOCKS;
@@ -264,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
            u32 x_stride, u32 out_stride, u32 chunks, u32 middle, i32 x_zero) {
     const Arguments p = {codes, parameters, row_scales, row_zeros, row_sums, x, x_scales, bias, out, partials, tickets,
                          m,     n,          k,          x_stride,  out_stride, chunks, middle, x_zero};
-    compute_tile(p, blockIdx.x);
+    compute_tile(p);
 }
 #else
 // The grid has blocks for as many tiles as there can be; those beyond the last tile return at once.
@@ -283,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                          n,                        k,                         x_stride,
                          out_stride,               chunks,                    middle,
                          x_zero,                   token_of,                  factors,
-                         place.first,              tokens};
-    compute_tile(p, blockIdx.x - place.tile * row_tiles);
+                         place.first,              tokens,                    blockIdx.x - place.tile * row_tiles};
+    compute_tile(p);
 }
 #endif

@@ -1,7 +1,9 @@
 //! The experts of a layer in one launch: results are bit-identical to products with one expert at a time, for any
 //! routing.
 
+mod budgets;
 mod layer;
+mod planted;
 
 use quant_kernels_cpu::FloatFormat;
 use quant_kernels_cuda::linear::{InputType, LinearExpertsPlan, LinearVariant, Output, Parts};
