@@ -17,6 +17,8 @@
 //   HALVED       1: chunks of k have two halves, each summed from zero; 0: there is one chunk, summed at once
 //   SETS         sets of warps with the macros above, each with its own ring: 2 compute a chunk's halves concurrently
 //   SERIAL       1: a block computes all chunks of k, one after another; 0: one chunk
+//   EXPERTS      1: the kernel `linear_experts`, which multiplies each row by the weights of one of several experts
+//                (linear_experts.cuh); 0: the kernel `linear`
 //
 // Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A set of warps steps along k in
 // tiles of 128 features. Codes, activations and scales of each tile are copied to a ring in shared memory, STAGES − 1
@@ -99,6 +101,12 @@ struct Arguments {
     u32 *partials, *tickets;
     u32 m, n, k, x_stride, out_stride, chunks, middle;
     i32 x_zero;
+    // Only with EXPERTS, where the arguments above are those of one expert. Its first row is `first`; row `r` of all has
+    // the activations of token `token_of[r]` of `tokens`, and its results are multiplied by `factors[r]`. `block` is the
+    // number of this block among those of the expert.
+    const u32 *token_of;
+    const float *factors;
+    u32 first, tokens, block;
 };
 
 INLINE void set_barrier(u32 set) {
@@ -106,6 +114,7 @@ INLINE void set_barrier(u32 set) {
     else barrier_of<SET_THREADS>(1 + set);
 }
 
+#include "linear_experts.cuh"
 #include "linear_ring.cuh"
 #include "linear_tile.cuh"
 #include "linear_out.cuh"
@@ -113,14 +122,9 @@ INLINE void set_barrier(u32 set) {
 // Token tiles whose blocks run concurrently, so that the weights they share are read from memory once.
 constexpr u32 NEIGHBOURS = 8;
 
-// Grid: [row tiles · token tiles, chunks (1 if SERIAL)]; src/linear/plan.rs computes the sizes of the buffers.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    linear(const u8 *codes, const u8 *parameters, const float *row_scales, const u8 *row_zeros, const i32 *row_sums,
-           const u8 *x, const float *x_scales, const float *bias, void *out, u32 *partials, u32 *tickets, u32 m, u32 n, u32 k,
-           u32 x_stride, u32 out_stride, u32 chunks, u32 middle, i32 x_zero) {
-    const Arguments p = {codes, parameters, row_scales, row_zeros, row_sums, x, x_scales, bias, out, partials, tickets,
-                         m,     n,          k,          x_stride,  out_stride, chunks, middle, x_zero};
+INLINE void compute_tile(const Arguments &p) {
     extern __shared__ __align__(128) u8 shared[];
+    const u32 m = p.m, n = p.n, k = p.k, chunks = p.chunks;
     // The broadcast tells the compiler that the value is the same in all lanes.
     const u32 block_warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 set = SETS == 1 ? 0 : block_warp / WARPS, warp = SETS == 1 ? block_warp : block_warp % WARPS;
@@ -128,7 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // Consecutive blocks process NEIGHBOURS token tiles of one row tile, then the same token tiles of the next row
     // tile, and so on.
     const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
-    const u32 band = blockIdx.x / (NEIGHBOURS * row_tiles), in_band = blockIdx.x % (NEIGHBOURS * row_tiles);
+    const u32 block = EXPERTS ? p.block : blockIdx.x;
+    const u32 band = block / (NEIGHBOURS * row_tiles), in_band = block % (NEIGHBOURS * row_tiles);
     const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
     const u32 row_block = in_band / neighbours * ROW_BLOCKS;
     const u32 token = (band * NEIGHBOURS + in_band % neighbours) * TOKENS;
@@ -151,9 +156,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 u32 row = (row_block + row_warp * ROW_TILES + r) * 16 + lane / 4 + 8 * half;
-                u32 zero = middle;
+                u32 zero = p.middle;
                 // Rows are padded to a multiple of sixteen.
-                if (ZEROS) zero = row < (n + 15) / 16 * 16 ? row_zeros[row] : 0;
+                if (ZEROS) zero = row < (n + 15) / 16 * 16 ? p.row_zeros[row] : 0;
                 less_of(rows[r], half, zero);
             }
         }
@@ -251,3 +256,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     write_out(p, shared, totals, row_block * 16, token, row_warp, token_warp, lane);
 }
+
+// Grid: [row tiles · token tiles, chunks (1 if SERIAL)]; src/linear/plan.rs computes the sizes of the buffers.
+#if !EXPERTS
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    linear(const u8 *codes, const u8 *parameters, const float *row_scales, const u8 *row_zeros, const i32 *row_sums,
+           const u8 *x, const float *x_scales, const float *bias, void *out, u32 *partials, u32 *tickets, u32 m, u32 n, u32 k,
+           u32 x_stride, u32 out_stride, u32 chunks, u32 middle, i32 x_zero) {
+    const Arguments p = {codes, parameters, row_scales, row_zeros, row_sums, x, x_scales, bias, out, partials, tickets,
+                         m,     n,          k,          x_stride,  out_stride, chunks, middle, x_zero};
+    compute_tile(p);
+}
+#else
+// The grid has blocks for as many tiles as there can be; those beyond the last tile return at once.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    linear_experts(const Expert *experts, const u32 *starts, const u32 *token_of, const float *factors, const u8 *x,
+                   const float *x_scales, void *out, u32 *partials, u32 *tickets, u32 count, u32 rows, u32 tokens, u32 n,
+                   u32 k, u32 x_stride, u32 out_stride, u32 chunks, u32 middle, i32 x_zero) {
+    const u32 row_tiles = (n + ROWS - 1) / ROWS;
+    Place place;
+    if (!find_expert(place, starts, count, rows, blockIdx.x / row_tiles, threadIdx.x % 32)) return;
+    const Expert expert = experts[place.expert];
+    const Arguments p = {global(expert.codes),     global(expert.parameters), global(expert.row_scales),
+                         global(expert.row_zeros), global(expert.row_sums),   x,
+                         x_scales,                 global(expert.bias),       out,
+                         partials,                 tickets,                   place.rows,
+                         n,                        k,                         x_stride,
+                         out_stride,               chunks,                    middle,
+                         x_zero,                   token_of,                  factors,
+                         place.first,              tokens,                    blockIdx.x - place.tile * row_tiles};
+    compute_tile(p);
+}
+#endif

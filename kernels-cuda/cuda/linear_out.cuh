@@ -18,7 +18,13 @@ INLINE float finish(const Arguments &p, u32 bits, u32 token, u32 row) {
         if (GROUP == 0 || SCALE == E4M3) value *= p.row_scales[row];
     }
     if (FLOAT) return p.bias ? value + p.bias[row] : value;
-    float scale = p.x_scales[token];
+    float scale;
+    if (EXPERTS) {
+        const u32 from = token_of(p, token);
+        scale = from == NO_TOKEN ? 0.0f : p.x_scales[from];
+    } else {
+        scale = p.x_scales[token];
+    }
     return p.bias ? fused(value, scale, p.bias[row]) : value * scale;
 }
 
@@ -77,8 +83,13 @@ INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u
     for (u32 i = threadIdx.x; i < TOKENS * ROWS; i += SET_THREADS) {
         u32 line = i / ROWS, column = i % ROWS;
         if (token + line < p.m && row + column < p.n) {
-            u64 at = (u64)(token + line) * p.out_stride + row + column;
-            store(p, at, finish(p, turn[line * OUT_STRIDE + column], token + line, row + column));
+            float value = finish(p, turn[line * OUT_STRIDE + column], token + line, row + column);
+            u32 to = token + line;
+            if (EXPERTS) {
+                to += p.first;
+                if (p.factors) value *= p.factors[to];
+            }
+            store(p, (u64)to * p.out_stride + row + column, value);
         }
     }
 }

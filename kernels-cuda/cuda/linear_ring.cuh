@@ -3,6 +3,12 @@
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
 
+constexpr int CODES_CHUNKS = TILE_BYTES / 16, X_CHUNKS = X_ROW / 16, PARAMETER_CHUNKS = PARAMETER_BYTES / 16;
+constexpr int CODES_BLOCKS = SET_THREADS / CODES_CHUNKS, X_ROWS = SET_THREADS / X_CHUNKS;
+constexpr int X_COPIES = (TOKENS + X_ROWS - 1) / X_ROWS;
+static_assert(SET_THREADS % CODES_CHUNKS == 0 && ROW_BLOCKS % CODES_BLOCKS == 0, "threads fill whole tiles of codes");
+static_assert(X_ROWS % 8 == 0, "a thread's chunks of activations share a place in the swizzle");
+
 // A thread's share of the copies for a tile: the first copy of each kind. Further ones are whole rows apart.
 struct Copies {
     const u8 *codes, *parameters, *x;
@@ -10,12 +16,9 @@ struct Copies {
     u64 codes_step, x_step;
     // The remainder of the matrix, from this thread's first chunk: 16-row tiles, tokens, and bytes of a token.
     i32 row_blocks, tokens, left;
+    // With EXPERTS, `x` is the place in the first token, and these are the tokens of this thread's chunks.
+    u32 token_of[X_COPIES];
 };
-
-constexpr int CODES_CHUNKS = TILE_BYTES / 16, X_CHUNKS = X_ROW / 16, PARAMETER_CHUNKS = PARAMETER_BYTES / 16;
-constexpr int CODES_BLOCKS = SET_THREADS / CODES_CHUNKS, X_ROWS = SET_THREADS / X_CHUNKS;
-static_assert(SET_THREADS % CODES_CHUNKS == 0 && ROW_BLOCKS % CODES_BLOCKS == 0, "threads fill whole tiles of codes");
-static_assert(X_ROWS % 8 == 0, "a thread's chunks of activations share a place in the swizzle");
 
 INLINE Copies first_copies(const Arguments &p, u32 tile, u32 tiles, u32 row_block, u32 token) {
     const u32 thread = threadIdx.x % SET_THREADS, element = FLOAT ? 2 : 1;
@@ -30,6 +33,12 @@ INLINE Copies first_copies(const Arguments &p, u32 tile, u32 tiles, u32 row_bloc
     to.row_blocks -= (i32)block;
     to.tokens = (i32)p.m - (i32)row;
     to.left = ((i32)p.k - (i32)(tile * TILE_K)) * (i32)element - (i32)chunk * 16;
+    if (EXPERTS) {
+        to.x = p.x + (u64)tile * X_ROW + chunk * 16;
+#pragma unroll
+        for (int i = 0; i < X_COPIES; i++)
+            to.token_of[i] = i * X_ROWS < to.tokens ? token_of(p, row + i * X_ROWS) : NO_TOKEN;
+    }
     return to;
 }
 
@@ -39,17 +48,22 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
 #pragma unroll
     for (int i = 0; i < ROW_BLOCKS / CODES_BLOCKS; i++) {
         bool there = i * CODES_BLOCKS < from.row_blocks;
-        const u8 *codes = there ? from.codes + i * from.codes_step : p.codes;
+        const u8 *codes = there ? from.codes + i * from.codes_step : EXPERTS ? p.x : p.codes;
         copy_async_16(slot + (i * SET_THREADS + thread) * 16, codes, there ? 16 : 0);
     }
     from.codes += TILE_BYTES;
     const u32 row = thread / X_CHUNKS, place = thread % X_CHUNKS ^ row % 8;
     const i32 valid = max(min(from.left, 16), 0);
 #pragma unroll
-    for (int i = 0; i < (TOKENS + X_ROWS - 1) / X_ROWS; i++) {
+    for (int i = 0; i < X_COPIES; i++) {
         if (TOKENS < X_ROWS && row >= TOKENS) break;
         bool there = i * X_ROWS < from.tokens && valid > 0;
-        const u8 *x = there ? from.x + i * from.x_step : p.x;
+        u64 offset = i * from.x_step;
+        if (EXPERTS) {
+            there = from.token_of[i] != NO_TOKEN && valid > 0;
+            offset = (u64)from.token_of[i] * (p.x_stride * (FLOAT ? 2 : 1));
+        }
+        const u8 *x = there ? from.x + offset : p.x;
         copy_async_16(slot + X_AT + (row + i * X_ROWS) * X_ROW + place * 16, x, there ? valid : 0);
     }
     from.x += X_ROW;
@@ -62,7 +76,7 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
             const i32 block = at / (PARAMETER_CHUNKS > 0 ? PARAMETER_CHUNKS : 1);
             bool there = block - (i32)(thread / CODES_CHUNKS) < from.row_blocks;
             u64 offset = (u64)block * tiles * PARAMETER_BYTES + (at - block * PARAMETER_CHUNKS) * 16;
-            const u8 *parameters = there ? from.parameters + offset : p.parameters;
+            const u8 *parameters = there ? from.parameters + offset : EXPERTS ? p.x : p.parameters;
             copy_async_16(slot + PARAMETERS_AT + at * 16, parameters, there ? 16 : 0);
         }
         from.parameters += PARAMETER_BYTES;

@@ -4,15 +4,21 @@
 //! Results depend on the scheme and on the [`Parts`] of `k`, which depend only on the weights. The shape of a block,
 //! and how parts are distributed, depend on `m` and the device; results are bit-identical for all of them.
 //!
-//! [`LinearCall`], for framework adapters, also plans the quantization of activations to 8 bits.
+//! [`LinearExpertsPlan`] plans the products of all experts of a layer in one launch. [`LinearCall`], for framework
+//! adapters, also plans the quantization of activations to 8 bits.
 
 mod call;
+mod experts;
 mod listed;
 mod plan;
 mod scheme;
 mod variant;
 
 pub use call::{CallArguments, CallLaunch, CallShape, LinearCall};
+pub use experts::{
+    EXPERT_BYTES, ExpertRegions, LinearExpertsArguments, LinearExpertsPlan, LinearExpertsShape,
+    expert_descriptors,
+};
 pub use listed::{listed, variants};
 pub use plan::{LinearArguments, LinearPlan, LinearTraffic};
 pub use scheme::{InputType, KernelScheme, Output};
@@ -27,6 +33,7 @@ pub static SOURCE: Source = Source {
     headers: &[
         ("ptx.cuh", include_str!("../cuda/ptx.cuh")),
         ("dequantize.cuh", include_str!("../cuda/dequantize.cuh")),
+        ("linear_experts.cuh", include_str!("../cuda/linear_experts.cuh")),
         ("linear_ring.cuh", include_str!("../cuda/linear_ring.cuh")),
         ("linear_tile.cuh", include_str!("../cuda/linear_tile.cuh")),
         ("linear_out.cuh", include_str!("../cuda/linear_out.cuh")),

@@ -45,6 +45,21 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
                 }
             }
         }
+        // One row per expert, a few, and many, of 128 experts. The matrix of
+        // all schemes has two chunks, the other one has no halves.
+        let rows: &[usize] = match (common, all) {
+            (true, _) => &[8, 128 * 8, 4096 * 8],
+            (false, true) if turn % 2 == 0 => &[4096 * 8],
+            (false, true) => &[8],
+            (false, false) => &[],
+        };
+        for &rows in rows {
+            let shape = if all { [768, 2048] } else { [2048, 768] };
+            let variant = LinearVariant::choose_experts(scheme, shape, [128, rows], &device);
+            if !variants.contains(&variant) {
+                variants.push(variant);
+            }
+        }
     }
     variants
 }

@@ -111,39 +111,12 @@ impl LinearPlan {
     /// # Errors
     /// See [`new`](Self::new); also when the variant does not match the layout.
     pub fn of_variant(variant: LinearVariant, layout: &WeightLayout, m: usize) -> Result<Self, KernelError> {
-        let (n, k) = (layout.n(), layout.k());
-        let small = |value: usize, max: usize, what| {
-            if value <= max { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
-        };
-        // The kernel's 32-bit indices can exceed the end by up to one block.
-        let max = i32::MAX as usize / 2 - 1024;
-        small(k, max, "the number of input features")?;
-        small(m, max, "the number of tokens")?;
-        // Blocks are numbered in bands of eight token tiles, so an index can reach eight times the number of output
-        // features.
-        small(n, max / 8, "the number of output features")?;
-        let Parts { chunks, halved } = Parts::of([n, k]);
-        // Two sets of warps, or `serial`, but not both, require halves.
-        let ways = usize::from(variant.serial) + variant.shape.sets;
-        if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
-            return Err(KernelError::Scheme("the kernel variant splits k differently from the plan"));
+        if variant.experts {
+            return Err(KernelError::Scheme("the kernel variant is for the experts of a layer"));
         }
-        let (rows, tokens) = (n.div_ceil(BLOCK_ROWS), m.div_ceil(variant.shape.tokens()));
-        let split = if variant.serial { 1 } else { chunks };
-        let tiles = rows.checked_mul(tokens).ok_or(KernelError::TooLarge("the grid"))?;
-        let launch = LaunchShape {
-            grid: [small(tiles, i32::MAX as usize, "the grid")?, split as u32, 1],
-            block: variant.shape.threads() as u32,
-            shared_bytes: variant.shared_bytes() as u32,
-        };
-        let (mut ticket_bytes, mut workspace_bytes) = (0, 0);
-        if split > 1 {
-            let large = KernelError::TooLarge("the workspace");
-            ticket_bytes = tiles.checked_mul(8).ok_or(large.clone())?;
-            let partials = tiles.checked_mul(split).and_then(|t| t.checked_mul(variant.partial_bytes()));
-            workspace_bytes = partials.ok_or(large)?;
-        }
-        Ok(Self { variant, launch, chunks: chunks as u32, ticket_bytes, workspace_bytes, layout: *layout, m })
+        let work = Work::new(&variant, layout, m, m.div_ceil(variant.shape.tokens()))?;
+        let Work { launch, chunks, ticket_bytes, workspace_bytes } = work;
+        Ok(Self { variant, launch, chunks, ticket_bytes, workspace_bytes, layout: *layout, m })
     }
 
     /// The traffic of a launch, without a bias.
@@ -165,39 +138,22 @@ impl LinearPlan {
     /// # Errors
     /// When a region is too small or misaligned for its type, or a stride or zero point is invalid.
     pub fn arguments(&self, at: &LinearArguments) -> Result<[Argument; 19], KernelError> {
-        let (layout, scheme, m) = (&self.layout, &self.variant.scheme, self.m);
+        let (layout, m) = (&self.layout, self.m);
         let (n, k) = (layout.n(), layout.k());
-        let matrix = |stride: usize, width: usize, bytes: usize, what| {
-            let last =
-                m.saturating_sub(1).checked_mul(stride).and_then(|s| s.checked_add(width.min(m * width)));
-            last.and_then(|elements| elements.checked_mul(bytes)).ok_or(KernelError::TooLarge(what))
+        let operands = Operands {
+            x: at.x,
+            x_stride: at.x_stride,
+            x_scales: at.x_scales,
+            x_zero: at.x_zero,
+            out: at.out,
+            out_stride: at.out_stride,
         };
-        let stride = |stride: usize, min: usize, what| match u32::try_from(stride) {
-            Ok(short) if stride >= min => Ok(short),
-            _ => Err(KernelError::Mismatch { what, expected: min, got: stride }),
-        };
-        let each = scheme.activation_bytes();
-        let x_stride = stride(at.x_stride, k, "the row stride of activations must be at least")?;
-        if !(at.x_stride * each).is_multiple_of(16) {
-            return Err(KernelError::Scheme("the row stride of activations must be a multiple of 16 bytes"));
-        }
-        let out_stride = stride(at.out_stride, n, "the row stride of outputs must be at least")?;
+        let [x_stride, out_stride] = operands.check(&self.variant, layout, m, m)?;
         at.weight.require("packed weights", layout.bytes(), SECTION)?;
-        at.x.require("activations", matrix(at.x_stride, k, each, "the activation buffer")?, 16)?;
-        let out = scheme.output_bytes();
-        at.out.require("outputs", matrix(at.out_stride, n, out, "the output buffer")?, out)?;
         at.tickets.require("tickets", self.ticket_bytes, 256)?;
         at.workspace.require("workspace", self.workspace_bytes, 256)?;
         if at.bias != Region::NONE {
             at.bias.require("bias", 4 * n, 4)?;
-        }
-        if !scheme.is_float() {
-            at.x_scales.require("activation scales", 4 * m, 4)?;
-        }
-        if !(-128..=127).contains(&at.x_zero) || (at.x_zero != 0 && !layout.has_sums()) {
-            return Err(KernelError::Scheme(
-                "an activation zero point must fit in 8 bits, and needs weights that were packed with sums",
-            ));
         }
         let section = |s| Argument::U64(at.weight.address + layout.section(s) as u64);
         Ok([
@@ -221,6 +177,116 @@ impl LinearPlan {
             Argument::U32(u32::from(layout.zero_point().unwrap_or(0))),
             Argument::U32(at.x_zero as u32),
         ])
+    }
+}
+
+/// The blocks of a launch, and the sizes of the buffers in which they combine chunks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Work {
+    pub(super) launch: LaunchShape,
+    pub(super) chunks: u32,
+    pub(super) ticket_bytes: usize,
+    pub(super) workspace_bytes: usize,
+}
+
+impl Work {
+    /// Plans a product with `m` tokens, in at most `token_tiles` tiles of tokens.
+    ///
+    /// # Errors
+    /// When the variant splits `k` differently, or the grid or an index exceeds the range of the kernel's integers.
+    pub(super) fn new(
+        variant: &LinearVariant,
+        layout: &WeightLayout,
+        m: usize,
+        token_tiles: usize,
+    ) -> Result<Self, KernelError> {
+        let (n, k) = (layout.n(), layout.k());
+        let small = |value: usize, max: usize, what| {
+            if value <= max { Ok(value as u32) } else { Err(KernelError::TooLarge(what)) }
+        };
+        // The kernel's 32-bit indices can exceed the end by up to one block.
+        let max = i32::MAX as usize / 2 - 1024;
+        small(k, max, "the number of input features")?;
+        small(m, max, "the number of tokens")?;
+        // Blocks are numbered in bands of eight token tiles, so an index can reach eight times the number of output
+        // features.
+        small(n, max / 8, "the number of output features")?;
+        let Parts { chunks, halved } = Parts::of([n, k]);
+        // Two sets of warps, or `serial`, but not both, require halves.
+        let ways = usize::from(variant.serial) + variant.shape.sets;
+        if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
+            return Err(KernelError::Scheme("the kernel variant splits k differently from the plan"));
+        }
+        let split = if variant.serial { 1 } else { chunks };
+        let tiles =
+            n.div_ceil(BLOCK_ROWS).checked_mul(token_tiles).ok_or(KernelError::TooLarge("the grid"))?;
+        let launch = LaunchShape {
+            grid: [small(tiles, i32::MAX as usize, "the grid")?, split as u32, 1],
+            block: variant.shape.threads() as u32,
+            shared_bytes: variant.shared_bytes() as u32,
+        };
+        let (mut ticket_bytes, mut workspace_bytes) = (0, 0);
+        if split > 1 {
+            let large = KernelError::TooLarge("the workspace");
+            ticket_bytes = tiles.checked_mul(8).ok_or(large.clone())?;
+            let partials = tiles.checked_mul(split).and_then(|t| t.checked_mul(variant.partial_bytes()));
+            workspace_bytes = partials.ok_or(large)?;
+        }
+        Ok(Self { launch, chunks: chunks as u32, ticket_bytes, workspace_bytes })
+    }
+}
+
+/// The regions of activations and results.
+pub(super) struct Operands {
+    pub(super) x: Region,
+    pub(super) x_stride: usize,
+    pub(super) x_scales: Region,
+    pub(super) x_zero: i32,
+    pub(super) out: Region,
+    pub(super) out_stride: usize,
+}
+
+impl Operands {
+    /// Checks the regions of `tokens` rows of activations and `rows` rows of results. Returns the strides.
+    ///
+    /// # Errors
+    /// When a region is too small or misaligned, or a stride or the zero point is invalid.
+    pub(super) fn check(
+        &self,
+        variant: &LinearVariant,
+        layout: &WeightLayout,
+        tokens: usize,
+        rows: usize,
+    ) -> Result<[u32; 2], KernelError> {
+        let (n, k) = (layout.n(), layout.k());
+        let matrix = |m: usize, stride: usize, width: usize, bytes: usize, what| {
+            let last =
+                m.saturating_sub(1).checked_mul(stride).and_then(|s| s.checked_add(width.min(m * width)));
+            last.and_then(|elements| elements.checked_mul(bytes)).ok_or(KernelError::TooLarge(what))
+        };
+        let stride = |stride: usize, min: usize, what| match u32::try_from(stride) {
+            Ok(short) if stride >= min => Ok(short),
+            _ => Err(KernelError::Mismatch { what, expected: min, got: stride }),
+        };
+        let each = variant.scheme.activation_bytes();
+        let x_stride = stride(self.x_stride, k, "the row stride of activations must be at least")?;
+        if !(self.x_stride * each).is_multiple_of(16) {
+            return Err(KernelError::Scheme("the row stride of activations must be a multiple of 16 bytes"));
+        }
+        let out_stride = stride(self.out_stride, n, "the row stride of outputs must be at least")?;
+        let x_bytes = matrix(tokens, self.x_stride, k, each, "the activation buffer")?;
+        self.x.require("activations", x_bytes, 16)?;
+        let out = variant.scheme.output_bytes();
+        self.out.require("outputs", matrix(rows, self.out_stride, n, out, "the output buffer")?, out)?;
+        if !variant.scheme.is_float() {
+            self.x_scales.require("activation scales", 4 * tokens, 4)?;
+        }
+        if !(-128..=127).contains(&self.x_zero) || (self.x_zero != 0 && !layout.has_sums()) {
+            return Err(KernelError::Scheme(
+                "an activation zero point must fit in 8 bits, and needs weights that were packed with sums",
+            ));
+        }
+        Ok([x_stride, out_stride])
     }
 }
 

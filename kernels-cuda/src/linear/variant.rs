@@ -106,6 +106,8 @@ pub struct LinearVariant {
     pub halved: bool,
     /// Whether a block computes all chunks of `k`, one after another.
     pub serial: bool,
+    /// Whether rows are multiplied by the weights of different experts, in one launch.
+    pub experts: bool,
 }
 
 impl LinearVariant {
@@ -155,15 +157,18 @@ impl LinearVariant {
             ("BLOCKS", self.shape.blocks.to_string()),
             ("HALVED", flag(self.halved)),
             ("SERIAL", flag(self.serial)),
+            ("EXPERTS", flag(self.experts)),
         ]
     }
 
     /// The source, kernel and macros to compile.
     pub fn compiled(&self) -> Variant {
-        Variant { source: &SOURCE, kernel: "linear", defines: self.defines() }
+        let kernel = if self.experts { "linear_experts" } else { "linear" };
+        Variant { source: &SOURCE, kernel, defines: self.defines() }
     }
 
-    /// A name made of the scheme, the tokens per block, the depth of the ring, and how parts of `k` are computed.
+    /// A name made of the scheme, the tokens per block, the depth of the ring, how parts of `k` are computed, and
+    /// `_experts` if the weights are those of several experts.
     pub fn name(&self) -> String {
         let parts = match (self.halved, self.shape.sets, self.serial) {
             (false, ..) => "",
@@ -171,7 +176,8 @@ impl LinearVariant {
             (true, 1, true) => "_serial",
             (true, ..) => "_sets",
         };
-        format!("{}_t{}_s{}{parts}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
+        let experts = if self.experts { "_experts" } else { "" };
+        format!("{}_t{}_s{}{parts}{experts}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
     }
 
     /// Bytes of one stage of the ring.
@@ -200,7 +206,32 @@ impl LinearVariant {
     /// Chooses the variant for `m` tokens on this device: the smallest shape that holds them, if it fits in shared
     /// memory, and otherwise the largest that fits. With many tokens, one block may compute all chunks one after
     /// another.
-    pub fn choose(scheme: KernelScheme, [n, k]: [usize; 2], m: usize, device: &PlanLimits) -> Self {
+    pub fn choose(scheme: KernelScheme, shape: [usize; 2], m: usize, device: &PlanLimits) -> Self {
+        Self::of_products(scheme, shape, [1, m], device)
+    }
+
+    /// Chooses the variant for `rows` rows of results, which a routing distributes among at most `experts` experts: the
+    /// smallest shape that most experts fill at most once if the routing is uniform.
+    pub fn choose_experts(
+        scheme: KernelScheme,
+        shape: [usize; 2],
+        [experts, rows]: [usize; 2],
+        device: &PlanLimits,
+    ) -> Self {
+        let experts = experts.min(rows).max(1);
+        let mean = rows.div_ceil(experts);
+        // Two standard deviations more: an expert's number of rows is about Poisson distributed.
+        let most = mean.saturating_add(2 * mean.isqrt()).min(rows);
+        Self { experts: true, ..Self::of_products(scheme, shape, [experts, most], device) }
+    }
+
+    /// Chooses the variant for a number of products in one launch, each with `m` tokens.
+    fn of_products(
+        scheme: KernelScheme,
+        [n, k]: [usize; 2],
+        [products, m]: [usize; 2],
+        device: &PlanLimits,
+    ) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
         let parts = Parts::of([n, k]);
         let holds = shapes.iter().position(|&[warps, tiles, _]| m <= 8 * warps * tiles);
@@ -217,13 +248,13 @@ impl LinearVariant {
                 if resident > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
             let ring = share.min(device.shared_of_block).saturating_sub(4096);
             let stages = (ring / stage).clamp(MIN_STAGES, MAX_STAGES);
-            let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens));
+            let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens)).saturating_mul(products);
             let serial = tokens > TWO_SETS && parts.chunks > 1 && tiles >= device.multiprocessors;
             // The sums of previous chunks occupy registers, too.
             let blocks = if serial { 1 } else { resident / sets };
             let shape =
                 BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, sets, stages, blocks };
-            let variant = Self { scheme, shape, halved: parts.halved, serial };
+            let variant = Self { scheme, shape, halved: parts.halved, serial, experts: false };
             if (choice, sets) == (0, 1) || variant.shared_bytes() <= device.shared_of_block {
                 return variant;
             }

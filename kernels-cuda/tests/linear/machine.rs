@@ -25,7 +25,7 @@ pub struct Outcome {
 static MODULES: Mutex<Option<HashMap<String, Arc<Module>>>> = Mutex::new(None);
 
 /// Compiled only once.
-fn module(variant: &LinearVariant) -> Arc<Module> {
+pub fn module(variant: &LinearVariant) -> Arc<Module> {
     let name = variant.name() + &format!("{:?}", variant.shape);
     let find = |made: Option<Arc<Module>>| {
         let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -54,6 +54,33 @@ pub fn launch_with(problem: &Problem, plan: &LinearPlan, options: &Options) -> O
     run(problem, plan, &module(&plan.variant), options).unwrap()
 }
 
+/// The addresses of the sections. Each section is a separate buffer, so that reads beyond one are detected.
+pub fn sections(memory: &mut Memory, problem: &Problem) -> [u64; 5] {
+    let names = ["codes", "parameters", "row scales", "row zeros", "row sums"];
+    let all = [Section::Codes, Section::Parameters, Section::RowScales, Section::RowZeros, Section::RowSums];
+    std::array::from_fn(|i| {
+        let end = all.get(i + 1).map_or(problem.layout.bytes(), |&to| problem.layout.section(to));
+        let bytes = &problem.packed[problem.layout.section(all[i])..end];
+        if bytes.is_empty() { 0 } else { memory.buffer_from(names[i], bytes, 256) }
+    })
+}
+
+/// The address of f32 values, or 0 if there are none.
+pub fn floats(memory: &mut Memory, name: &str, values: &[f32]) -> u64 {
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    if bytes.is_empty() { 0 } else { memory.buffer_from(name, &bytes, 4) }
+}
+
+pub fn values_of(bytes: &[u8], output: Output) -> Vec<f32> {
+    let each = if output == Output::F32 { 4 } else { 2 };
+    let values = bytes.chunks_exact(each).map(|b| match (output, b) {
+        (Output::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
+        (Output::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+        (_, b) => f32::from_le_bytes(b.try_into().unwrap()),
+    });
+    values.collect()
+}
+
 /// If there is a workspace, runs the module twice: it must be reusable as the first launch left it.
 pub fn run(
     problem: &Problem,
@@ -63,22 +90,8 @@ pub fn run(
 ) -> Result<Outcome, Error> {
     let mut memory = Memory::new();
     let [n, k] = problem.case.shape;
-    let section = |memory: &mut Memory, name, from: Section, to: Option<Section>| {
-        let end = to.map_or(problem.layout.bytes(), |to| problem.layout.section(to));
-        let bytes = &problem.packed[problem.layout.section(from)..end];
-        if bytes.is_empty() { 0 } else { memory.buffer_from(name, bytes, 256) }
-    };
-    // Each section is a separate buffer, so that reads beyond one are detected.
-    let codes = section(&mut memory, "codes", Section::Codes, Some(Section::Parameters));
-    let parameters = section(&mut memory, "parameters", Section::Parameters, Some(Section::RowScales));
-    let row_scales = section(&mut memory, "row scales", Section::RowScales, Some(Section::RowZeros));
-    let row_zeros = section(&mut memory, "row zeros", Section::RowZeros, Some(Section::RowSums));
-    let row_sums = section(&mut memory, "row sums", Section::RowSums, None);
+    let [codes, parameters, row_scales, row_zeros, row_sums] = sections(&mut memory, problem);
     let x = memory.buffer_from("x", &problem.x, 16);
-    let floats = |memory: &mut Memory, name, values: &[f32]| {
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        if bytes.is_empty() { 0 } else { memory.buffer_from(name, &bytes, 4) }
-    };
     let x_scales = floats(&mut memory, "x scales", &problem.x_scales);
     let bias = floats(&mut memory, "bias", problem.bias.as_deref().unwrap_or_default());
     let each = plan.variant.scheme.output_bytes();
@@ -119,12 +132,7 @@ pub fn run(
         let report = module.launch("linear", &launch, &mut memory, options)?;
         // Fails if a result was not written.
         let bytes = memory.bytes(out)?;
-        let values = bytes.chunks_exact(each).map(|b| match (problem.output, b) {
-            (Output::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
-            (Output::Bf16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
-            (_, b) => f32::from_le_bytes(b.try_into().unwrap()),
-        });
-        let values: Vec<f32> = values.collect();
+        let values = values_of(&bytes, problem.output);
         if let Some(Outcome { values: before, .. }) = &outcome {
             let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
             assert_eq!(bits(before), bits(&values), "the second launch gives different results");

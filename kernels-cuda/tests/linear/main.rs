@@ -3,6 +3,7 @@
 mod budgets;
 #[path = "../cases/mod.rs"]
 mod cases;
+mod experts;
 mod floating_point;
 mod independence;
 mod machine;

@@ -26,7 +26,8 @@ pub struct Problem {
 
 enum Values {
     Float(Vec<f32>),
-    Int8(Box<Int8Rows>),
+    /// With the row of each token.
+    Int8(Box<Int8Rows>, Vec<usize>),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -100,7 +101,15 @@ impl Problem {
         }
         let layout = WeightLayout::of(&view, Order::Int8, zero.is_some()).unwrap();
         let activation = InputType::Int8 { zero: zero.is_some() };
-        let mut problem = Self::of(case, layout, activation, output, m, seed, Values::Int8(Box::new(rows)));
+        let mut problem = Self::of(
+            case,
+            layout,
+            activation,
+            output,
+            m,
+            seed,
+            Values::Int8(Box::new(rows), (0..m).collect()),
+        );
         problem.fill_rows();
         problem
     }
@@ -121,7 +130,7 @@ impl Problem {
         let bias = seed.is_multiple_of(2).then(|| (0..case.shape[0]).map(|_| random.float()).collect());
         let (x_scales, x_zero) = match &values {
             Values::Float(_) => (Vec::new(), 0),
-            Values::Int8(rows) => (rows.scales().to_vec(), rows.zero()),
+            Values::Int8(rows, _) => (rows.scales().to_vec(), rows.zero()),
         };
         let x = Vec::new();
         Self { case, layout, packed, activation, output, m, x, x_stride: 0, x_scales, x_zero, bias, values }
@@ -135,7 +144,7 @@ impl Problem {
         self.x = vec![0x7f; self.m * self.x_stride * each];
         for m in 0..self.m {
             let bytes: Vec<u8> = match (&self.values, self.activation) {
-                (Values::Int8(rows), _) => rows.row(m).iter().map(|&a| a as u8).collect(),
+                (Values::Int8(rows, of), _) => rows.row(of[m]).iter().map(|&a| a as u8).collect(),
                 (Values::Float(x), InputType::F16) => {
                     x[m * k..][..k].iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect()
                 }
@@ -155,7 +164,7 @@ impl Problem {
             Values::Float(x) => {
                 Values::Float(tokens.iter().flat_map(|&m| x[m * k..(m + 1) * k].to_vec()).collect())
             }
-            Values::Int8(rows) => Values::Int8(rows.clone()),
+            Values::Int8(rows, of) => Values::Int8(rows.clone(), tokens.iter().map(|&m| of[m]).collect()),
         };
         let x_scales = match self.x_scales.is_empty() {
             true => Vec::new(),
@@ -192,8 +201,9 @@ impl Problem {
         assert_eq!(y.len(), self.m * n);
         let view = self.case.view();
         match &self.values {
-            Values::Int8(rows) => {
-                let expected = int8_linear(&view, rows, self.bias.as_deref());
+            Values::Int8(rows, of) => {
+                let all = int8_linear(&view, rows, self.bias.as_deref());
+                let expected: Vec<f32> = of.iter().flat_map(|&m| all[m * n..][..n].to_vec()).collect();
                 let bits =
                     self.layout.row_is_group() || self.case.kind == Kind::Progressive || parts(n, k) == 1;
                 let mut worst = 0.0_f64;
@@ -211,7 +221,7 @@ impl Problem {
                         // Sums of integers are equal. Their products with scales are added in a different order.
                         let (m, o) = (i / n, i % n);
                         let size = view.group_size();
-                        let a = rows.row(m);
+                        let a = rows.row(of[m]);
                         let magnitude: f64 = (0..view.groups())
                             .map(|g| {
                                 let zero = i32::from(view.zero(o, g));

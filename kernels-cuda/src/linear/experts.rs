@@ -1,0 +1,274 @@
+//! Linears of the experts of a layer, in one launch: their weights have the same layout, and each row of activations is
+//! multiplied by the weights of one expert.
+
+use quant_kernels_cpu::KernelError;
+
+use super::plan::{Operands, Work};
+use super::scheme::{InputType, KernelScheme, Output};
+use super::variant::{LinearVariant, PlanLimits};
+use crate::launch::{Argument, LaunchShape, Region};
+use crate::layout::{SECTION, Section, WeightLayout};
+
+/// The size in bytes of an expert's descriptor.
+pub const EXPERT_BYTES: usize = 48;
+
+/// The sizes of a launch for all experts of a layer.
+///
+/// Rows of results are sorted by expert. Each row has the index of its token, so a token that is routed to several
+/// experts has several rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinearExpertsShape {
+    /// The number of experts.
+    pub experts: usize,
+    /// The number of rows of activations.
+    pub tokens: usize,
+    /// The maximum number of rows of results: usually the number of tokens times the number of experts per token.
+    pub rows: usize,
+}
+
+/// A planned launch for all experts of a layer, for any routing.
+///
+/// The number of rows of each expert is in device memory, and may be 0. A row's result is bit-identical to the result of
+/// a [`LinearPlan`](super::LinearPlan) with the weights of its expert.
+///
+/// ```
+/// use quant_kernels_cpu::ScaleType;
+/// use quant_kernels_cuda::compile::Architecture;
+/// use quant_kernels_cuda::layout::{Order, WeightLayout};
+/// use quant_kernels_cuda::linear::{InputType, LinearExpertsPlan, LinearExpertsShape, Output, PlanLimits};
+///
+/// // 128 experts of 768 x 2048, of which each of 16 tokens uses 8.
+/// let layout = WeightLayout::from_parts([768, 2048], 4, 128, ScaleType::F16, None, Order::Float, false)?;
+/// let shape = LinearExpertsShape { experts: 128, tokens: 16, rows: 16 * 8 };
+/// let device = PlanLimits::of(Architecture::Sm90);
+/// let plan = LinearExpertsPlan::new(&layout, InputType::Bf16, Output::Bf16, &shape, &device)?;
+/// // If the routing is known on the host, it can be checked. Here all tokens use the first eight experts.
+/// let starts: Vec<u32> = (0..=128).map(|expert| (16 * expert).min(128)).collect();
+/// let token_of: Vec<u32> = (0..128).map(|row| row % 16).collect();
+/// plan.check_routing(&starts, Some(&token_of))?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinearExpertsPlan {
+    /// The kernel.
+    pub variant: LinearVariant,
+    /// Blocks, threads and shared memory. The grid is for the largest number of tiles of any routing; blocks without a
+    /// tile return at once. No blocks if there are no rows.
+    pub launch: LaunchShape,
+    /// Number of chunks of `k`.
+    pub chunks: u32,
+    /// The size in bytes of the tickets, as in a [`LinearPlan`](super::LinearPlan).
+    pub ticket_bytes: usize,
+    /// The size in bytes of the workspace, as in a [`LinearPlan`](super::LinearPlan).
+    pub workspace_bytes: usize,
+    layout: WeightLayout,
+    shape: LinearExpertsShape,
+}
+
+/// The device addresses of an expert.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertRegions {
+    /// The packed matrix with all sections.
+    pub weight: Region,
+    /// f32 `[n]`, or [`Region::NONE`].
+    pub bias: Region,
+}
+
+/// Device addresses. Regions that the plan does not use may be [`Region::NONE`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinearExpertsArguments {
+    /// The descriptors of all experts: the bytes of [`expert_descriptors`], at a multiple of 16.
+    pub experts: Region,
+    /// u32 `[experts + 1]`: the index of the first row of each expert, followed by the number of rows. Rows beyond it are
+    /// not computed.
+    pub starts: Region,
+    /// u32 `[rows]`: the index of each row's token, or [`Region::NONE`] if row `r` has the activations of token `r`. An
+    /// index that no token has stands for activations of zero.
+    pub token_of: Region,
+    /// f32 `[rows]`: the factor of each row, such as the weight of its expert in the routing, or [`Region::NONE`]. The
+    /// bias is multiplied too. Results are rounded afterwards.
+    pub factors: Region,
+    /// f16, bf16 or i8 `[tokens, k]`, rows `x_stride` apart.
+    pub x: Region,
+    /// Elements between rows of activations: at least `k`. The distance in bytes must be a multiple of 16.
+    pub x_stride: usize,
+    /// f32 `[tokens]`, for 8-bit activations.
+    pub x_scales: Region,
+    /// The zero point of 8-bit activations, −128 to 127; 0 if the layout has no sums.
+    pub x_zero: i32,
+    /// f16, bf16 or f32 `[rows, n]`, rows `out_stride` apart.
+    pub out: Region,
+    /// Elements between rows of results, at least `n`.
+    pub out_stride: usize,
+    /// The tickets, as in [`LinearArguments`](super::LinearArguments).
+    pub tickets: Region,
+    /// The workspace, as in [`LinearArguments`](super::LinearArguments).
+    pub workspace: Region,
+}
+
+/// Returns the descriptors of experts whose weights have this layout, to be copied to the device.
+///
+/// # Errors
+/// When a region is too small, null or misaligned.
+pub fn expert_descriptors(layout: &WeightLayout, experts: &[ExpertRegions]) -> Result<Vec<u8>, KernelError> {
+    let mut bytes = Vec::with_capacity(EXPERT_BYTES * experts.len());
+    for expert in experts {
+        expert.weight.require("packed weights", layout.bytes(), SECTION)?;
+        if expert.bias != Region::NONE {
+            expert.bias.require("bias", 4 * layout.n(), 4)?;
+        }
+        let section = |s| expert.weight.address + layout.section(s) as u64;
+        let addresses = [
+            section(Section::Codes),
+            section(Section::Parameters),
+            section(Section::RowScales),
+            section(Section::RowZeros),
+            section(Section::RowSums),
+            expert.bias.address,
+        ];
+        bytes.extend(addresses.iter().flat_map(|address| address.to_le_bytes()));
+    }
+    Ok(bytes)
+}
+
+impl LinearExpertsPlan {
+    /// Plans the products of all experts.
+    ///
+    /// # Errors
+    /// When there are no experts, weights and activations do not match, or the grid or an index exceeds the range of the
+    /// kernel's integers.
+    pub fn new(
+        layout: &WeightLayout,
+        activation: InputType,
+        output: Output,
+        shape: &LinearExpertsShape,
+        device: &PlanLimits,
+    ) -> Result<Self, KernelError> {
+        let scheme = KernelScheme::new(layout, activation, output)?;
+        let of = [layout.n(), layout.k()];
+        let variant = LinearVariant::choose_experts(scheme, of, [shape.experts, shape.rows], device);
+        Self::of_variant(variant, layout, shape)
+    }
+
+    /// Plans the products of all experts with a given variant.
+    ///
+    /// # Errors
+    /// See [`new`](Self::new); also when the variant does not match the layout, or is not for experts.
+    pub fn of_variant(
+        variant: LinearVariant,
+        layout: &WeightLayout,
+        shape: &LinearExpertsShape,
+    ) -> Result<Self, KernelError> {
+        let LinearExpertsShape { experts, tokens, rows } = *shape;
+        if !variant.experts {
+            return Err(KernelError::Scheme("the kernel variant is not for the experts of a layer"));
+        }
+        if experts == 0 {
+            return Err(KernelError::Scheme("a layer must have at least one expert"));
+        }
+        if u32::try_from(tokens).is_err() {
+            return Err(KernelError::TooLarge("the number of tokens"));
+        }
+        // Every expert with rows can have a tile that is not full. The others have whole tiles.
+        let (touched, of_tile) = (experts.min(rows), variant.shape.tokens());
+        let work = Work::new(&variant, layout, rows, touched + (rows - touched) / of_tile)?;
+        // The kernel adds the tiles of all experts, each of which has at most `rows` rows.
+        let sum = rows.div_ceil(of_tile).max(1).checked_mul(experts).and_then(|sum| u32::try_from(sum).ok());
+        sum.ok_or(KernelError::TooLarge("the number of experts"))?;
+        let Work { launch, chunks, ticket_bytes, workspace_bytes } = work;
+        Ok(Self { variant, launch, chunks, ticket_bytes, workspace_bytes, layout: *layout, shape: *shape })
+    }
+
+    /// Checks a routing that is known on the host: the first row of each expert, followed by the number of rows, and the
+    /// token of each row, if there are indices. The kernel does not access memory out of bounds for any routing, but
+    /// rows that are in two ranges have undefined results.
+    ///
+    /// # Errors
+    /// When there are not as many numbers as the plan requires, starts are not in ascending order from 0 to at most
+    /// [`rows`](LinearExpertsShape::rows), or a token does not exist.
+    pub fn check_routing(&self, starts: &[u32], token_of: Option<&[u32]>) -> Result<(), KernelError> {
+        let LinearExpertsShape { experts, tokens, rows } = self.shape;
+        if starts.len() != experts + 1 {
+            let what = "the first rows of experts, and the number of rows";
+            return Err(KernelError::Length { what, expected: experts + 1, got: starts.len() });
+        }
+        if starts[0] != 0 || !starts.is_sorted() {
+            return Err(KernelError::Scheme("the first rows of experts must be in ascending order, from 0"));
+        }
+        let got = starts[experts] as usize;
+        if got > rows {
+            let what = "the number of rows must be at most";
+            return Err(KernelError::Mismatch { what, expected: rows, got });
+        }
+        let Some(token_of) = token_of else { return Ok(()) };
+        if token_of.len() < got {
+            return Err(KernelError::Length {
+                what: "the tokens of rows",
+                expected: got,
+                got: token_of.len(),
+            });
+        }
+        match token_of[..got].iter().find(|&&token| token as usize >= tokens) {
+            None => Ok(()),
+            Some(&token) => {
+                let what = "the indices of tokens must be less than";
+                Err(KernelError::Mismatch { what, expected: tokens, got: token as usize })
+            }
+        }
+    }
+
+    /// The arguments of the kernel, in order.
+    ///
+    /// # Errors
+    /// When a region is too small or misaligned for its type, a stride or zero point is invalid, or there are fewer
+    /// tokens than rows although rows have no indices of tokens.
+    pub fn arguments(&self, at: &LinearExpertsArguments) -> Result<[Argument; 19], KernelError> {
+        let (layout, LinearExpertsShape { experts, tokens, rows }) = (&self.layout, self.shape);
+        let operands = Operands {
+            x: at.x,
+            x_stride: at.x_stride,
+            x_scales: at.x_scales,
+            x_zero: at.x_zero,
+            out: at.out,
+            out_stride: at.out_stride,
+        };
+        let [x_stride, out_stride] = operands.check(&self.variant, layout, tokens, rows)?;
+        if u32::try_from(at.x_stride * self.variant.scheme.activation_bytes()).is_err() {
+            return Err(KernelError::TooLarge("the row stride of activations"));
+        }
+        at.experts.require("descriptors of experts", EXPERT_BYTES * experts, 16)?;
+        at.starts.require("first rows of experts", 4 * (experts + 1), 4)?;
+        if at.token_of != Region::NONE {
+            at.token_of.require("tokens of rows", 4 * rows, 4)?;
+        } else if tokens < rows {
+            let what = "rows without indices of tokens need as many tokens:";
+            return Err(KernelError::Mismatch { what, expected: rows, got: tokens });
+        }
+        if at.factors != Region::NONE {
+            at.factors.require("factors of rows", 4 * rows, 4)?;
+        }
+        at.tickets.require("tickets", self.ticket_bytes, 256)?;
+        at.workspace.require("workspace", self.workspace_bytes, 256)?;
+        Ok([
+            Argument::U64(at.experts.address),
+            Argument::U64(at.starts.address),
+            Argument::U64(at.token_of.address),
+            Argument::U64(at.factors.address),
+            Argument::U64(at.x.address),
+            Argument::U64(at.x_scales.address),
+            Argument::U64(at.out.address),
+            Argument::U64(at.workspace.address),
+            Argument::U64(at.tickets.address),
+            Argument::U32(experts as u32),
+            Argument::U32(rows as u32),
+            Argument::U32(tokens as u32),
+            Argument::U32(layout.n() as u32),
+            Argument::U32(layout.k() as u32),
+            Argument::U32(x_stride),
+            Argument::U32(out_stride),
+            Argument::U32(self.chunks),
+            Argument::U32(u32::from(layout.zero_point().unwrap_or(0))),
+            Argument::U32(at.x_zero as u32),
+        ])
+    }
+}
