@@ -14,25 +14,23 @@
 //   ROW_WARPS, ROW_TILES, TOKEN_WARPS, TOKEN_TILES, STAGES, BLOCKS   the shape of a block: warps along
 //                output features and 16-row tiles per warp, warps along tokens and 8-token tiles per warp, depth of
 //                the ring, intended number of blocks per multiprocessor
-//   HALVED       1: chunks of k have two halves, each summed from zero; 0: there is one chunk, summed at once
-//   SETS         sets of warps with the macros above, each with its own ring: 2 compute a chunk's halves concurrently
-//   SERIAL       1: a block computes all chunks of k, one after another; 0: one chunk
+//   CHUNKS       how chunks of k are computed. BLOCKS_EACH: each by a block. REGISTERS, SHARED: by one block, one after
+//                another; it keeps the sum of those before in registers or in shared memory
 //   EXPERTS      1: the kernel `linear_experts`, which multiplies each row by the weights of one of several experts
 //                (linear_experts.cuh); 0: the kernel `linear`
 //
-// Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A set of warps steps along k in
-// tiles of 128 features. Codes, activations and scales of each tile are copied to a ring in shared memory, STAGES − 1
+// Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A block steps along k in tiles
+// of 128 features. Codes, activations and scales of each tile are copied to a ring in shared memory, STAGES − 1
 // tiles in advance (linear_ring.cuh). Codes are in the order that lanes need (src/layout.rs), and activations are
 // swizzled for `ldmatrix`. If sums Σ x of each group are needed, `mma` with a matrix of ones computes them for the tile
 // after the current one. Σ x is multiplied by the negated sum of the zero point and the offset of the dequantization
 // (dequantize.cuh), as the initial value of the group's accumulators; if integers are summed over all of k, this is
 // done at the end (linear_tile.cuh).
 //
-// Parts: k is cut into `chunks` runs of whole tiles, and each run into two halves if HALVED, by numbers that depend
-// only on the shape of the weights. A half is summed from zero; a chunk is first half + second half, and chunks are
-// added in order, c₀ + c₁ + …: by one set of warps that computes one after another, by two that combine their sums in
-// shared memory, or by the last of several blocks to arrive (linear_out.cuh). So a row's result is bit-identical for
-// any other rows, any number of rows and any shape of the block.
+// Chunks: k is cut into `chunks` runs of whole tiles, whose number depends only on the shape of the weights. A chunk is
+// summed from zero, and chunks are added in order, c₀ + c₁ + …: by a block that computes all of them, or by the last of
+// several blocks to arrive (linear_out.cuh). So a row's result is bit-identical for any other rows, any number of rows
+// and any shape of the block.
 #include "dequantize.cuh"
 
 constexpr bool FLOAT = ACTIVATION != S8;
@@ -42,16 +40,17 @@ constexpr bool WHOLE = !FLOAT && (GROUP == 0 || TWO_LEVELS);
 // Whether codes are stored minus their zero point, as signed numbers. Sums of activations are then not needed.
 constexpr bool SIGNED = !FLOAT && !ZEROS && !TWO_LEVELS;
 constexpr bool SUMS = CODES == INTEGER && !SIGNED;
+// With few tokens, every warp computes the sums itself, from the fragments that it multiplies anyway. With many, one
+// warp computes those of a tile of tokens for all.
+constexpr bool OWN_SUMS = SUMS && TOKEN_WARPS == 1, SHARED_SUMS = SUMS && !OWN_SUMS;
 // The factor of the results: f16 fragments hold the values of the codes divided by it.
 constexpr float UNIT = ACTIVATION != F16 || CODES == INTEGER ? 1.0f : CODES == E2M1 ? 16384.0f : 256.0f;
 static_assert(CODES == INTEGER || (FLOAT && !ZEROS), "floating-point codes have no zeros, and meet floats");
 constexpr int SHIFT = SIGNED && CODE_BITS == 4 ? 4 : 0;
 
-constexpr int WARPS = ROW_WARPS * TOKEN_WARPS;
-constexpr int SET_THREADS = 32 * WARPS;
-constexpr int THREADS = SETS * SET_THREADS;
-static_assert(SETS == 1 || (SETS == 2 && HALVED && !SERIAL), "two sets take the halves of one chunk");
-static_assert(HALVED || !SERIAL, "several chunks have halves");
+constexpr int WARPS = ROW_WARPS * TOKEN_WARPS, THREADS = 32 * WARPS;
+enum { BLOCKS_EACH = 0, REGISTERS = 1, SHARED = 2 };
+constexpr bool SERIAL = CHUNKS != BLOCKS_EACH;
 constexpr int ROW_BLOCKS = ROW_WARPS * ROW_TILES;
 constexpr int ROWS = 16 * ROW_BLOCKS;
 constexpr int TOKENS = 8 * TOKEN_WARPS * TOKEN_TILES;
@@ -76,18 +75,18 @@ constexpr int PARAMETERS_AT = X_AT + TOKENS * X_ROW;
 constexpr int STAGE_BYTES = PARAMETERS_AT + ROW_BLOCKS * PARAMETER_BYTES;
 // The ring is followed by the sums of activations of two tiles.
 constexpr int X_SUMS_AT = STAGES * STAGE_BYTES;
-// The distance in bytes between the rings of two sets.
-constexpr int SET_BYTES = (X_SUMS_AT + (SUMS ? 2 * GROUPS * TOKENS * 4 : 0) + 127) / 128 * 128;
+// With SHARED, the kept sums are next, as fragments: [row tile · token tile][thread].
+constexpr int KEPT_AT = (X_SUMS_AT + (SHARED_SUMS ? 2 * GROUPS * TOKENS * 4 : 0) + 127) / 128 * 128;
 // Four padding words avoid bank conflicts when results are reordered from fragments to rows.
 constexpr int OUT_STRIDE = ROWS + 4;
 
 template <bool IS_FLOAT> struct Partial { typedef float type; };
 template <> struct Partial<false> { typedef i32 type; };
 typedef Partial<FLOAT>::type partial_t;
-// The type of a part's sums: integers if they are summed over all of k.
+// The type of a chunk's sums: integers if they are summed over all of k.
 typedef Partial<!WHOLE>::type total_t;
 
-// The combined sums of the parts that a warp has computed, as fragments.
+// The sums of the chunks that a warp has computed, as fragments.
 typedef total_t Fragments[ROW_TILES][TOKEN_TILES][4];
 
 struct Arguments {
@@ -109,11 +108,6 @@ struct Arguments {
     u32 first, tokens, block;
 };
 
-INLINE void set_barrier(u32 set) {
-    if (SETS == 1) __syncthreads();
-    else barrier_of<SET_THREADS>(1 + set);
-}
-
 #include "linear_experts.cuh"
 #include "linear_ring.cuh"
 #include "linear_tile.cuh"
@@ -126,8 +120,7 @@ INLINE void compute_tile(const Arguments &p) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 m = p.m, n = p.n, k = p.k, chunks = p.chunks;
     // The broadcast tells the compiler that the value is the same in all lanes.
-    const u32 block_warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const u32 set = SETS == 1 ? 0 : block_warp / WARPS, warp = SETS == 1 ? block_warp : block_warp % WARPS;
+    const u32 warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
     // Consecutive blocks process NEIGHBOURS token tiles of one row tile, then the same token tiles of the next row
     // tile, and so on.
@@ -138,16 +131,12 @@ INLINE void compute_tile(const Arguments &p) {
     const u32 row_block = in_band / neighbours * ROW_BLOCKS;
     const u32 token = (band * NEIGHBOURS + in_band % neighbours) * TOKENS;
     const u32 tiles = (k + TILE_K - 1) / TILE_K;
-    const u32 length = (tiles + chunks - 1) / chunks, half_length = HALVED ? (length + 1) / 2 : length;
-    u32 begin = SERIAL ? 0 : blockIdx.y * length;
-    u32 end = SERIAL ? tiles : min(begin + length, tiles);
-    if (SETS == 2) {
-        if (set == 0) end = begin + half_length;
-        else begin += half_length;
-    }
-    u8 *own = shared + set * SET_BYTES;
-    const u32 ring = shared_address(own);
-    partial_t *x_sums = (partial_t *)(own + X_SUMS_AT);
+    const u32 length = (tiles + chunks - 1) / chunks;
+    const u32 begin = SERIAL ? 0 : blockIdx.y * length;
+    const u32 end = SERIAL ? tiles : min(begin + length, tiles);
+    const u32 ring = shared_address(shared);
+    partial_t *x_sums = (partial_t *)(shared + X_SUMS_AT);
+    float4 *kept = (float4 *)(shared + KEPT_AT) + threadIdx.x;
 
     Group rows[ROW_TILES];
     if (GROUP == 0 && SUMS) {
@@ -165,8 +154,8 @@ INLINE void compute_tile(const Arguments &p) {
     }
 
     Sums sums;
-    // The sums of the current chunk and of all chunks.
-    Fragments chunk, totals;
+    // With REGISTERS, the sums of the chunks before the current one.
+    Fragments totals;
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
@@ -179,7 +168,7 @@ INLINE void compute_tile(const Arguments &p) {
         }
     }
 #pragma unroll
-    for (int t = 0; t < TOKEN_TILES; t++) sums.x[t][0] = sums.x[t][1] = 0;
+    for (int t = 0; t < TOKEN_TILES; t++) sums.x[t][0] = sums.x[t][1] = sums.x[t][2] = sums.x[t][3] = 0;
 
     Copies copies = first_copies(p, begin, tiles, row_block, token);
 #pragma unroll
@@ -187,69 +176,74 @@ INLINE void compute_tile(const Arguments &p) {
         if (begin + s < end) copy_tile(p, copies, ring + s * STAGE_BYTES, tiles);
         copy_async_commit();
     }
-    if (SUMS) {
+    if (SHARED_SUMS) {
         copy_async_wait<STAGES - 2>();
-        set_barrier(set);
+        __syncthreads();
         sum_tokens(ring, x_sums, warp, lane);
     }
-    u32 slot = 0, left = half_length;
-    bool is_second = false, is_first_chunk = true;
+    u32 slot = 0, left = length;
+    bool is_first_chunk = true;
     for (u32 tile = begin; tile < end; tile++) {
         // After the barrier, all copies of this tile have arrived (and of the next one, if sums are computed), the sums
         // of this tile are written, and no thread still reads the slot of the previous tile.
-        copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();
-        set_barrier(set);
+        copy_async_wait<STAGES - 2 - (SHARED_SUMS ? 1 : 0)>();
+        __syncthreads();
         const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;
         if (tile + STAGES - 1 < end) copy_tile(p, copies, ring + refill * STAGE_BYTES, tiles);
         copy_async_commit();
         const u32 next = slot == STAGES - 1 ? 0 : slot + 1;
         const u32 odd = (tile - begin) & 1;
-        if (SUMS && tile + 1 < end)
+        if (SHARED_SUMS && tile + 1 < end)
             sum_tokens(ring + next * STAGE_BYTES, x_sums + (odd ^ 1) * GROUPS * TOKENS, warp, lane);
-        multiply_tile(p, sums, own + slot * STAGE_BYTES, x_sums + odd * GROUPS * TOKENS, rows, row_warp, token_warp, lane);
+        multiply_tile(p, sums, shared + slot * STAGE_BYTES, x_sums + odd * GROUPS * TOKENS, rows, row_warp, token_warp, lane);
         slot = next;
-        left--;
-        if (HALVED && SETS == 1 && !WHOLE && (left == 0 || tile + 1 == end)) {
+        if (SERIAL && !WHOLE && --left == 0 && tile + 1 < end) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; t++) {
+                    float(&part)[4] = sums.part[r][t];
+                    if (CHUNKS == SHARED) {
+                        float4 &to = kept[(r * TOKEN_TILES + t) * THREADS];
+                        const float4 from = to, own = make_float4(part[0], part[1], part[2], part[3]);
+                        to = is_first_chunk ? own : make_float4(from.x + own.x, from.y + own.y, from.z + own.z, from.w + own.w);
+                    }
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        total_t &sum = chunk[r][t][i], &total = totals[r][t][i];
-                        sum = is_second ? sum + (total_t)sums.part[r][t][i] : (total_t)sums.part[r][t][i];
-                        sums.part[r][t][i] = 0.0f;
-                        if (SERIAL && is_second) total = is_first_chunk ? sum : total + sum;
+                        total_t &total = totals[r][t][i];
+                        if (CHUNKS == REGISTERS) total = is_first_chunk ? (total_t)part[i] : total + (total_t)part[i];
+                        part[i] = 0.0f;
                     }
                 }
             }
-            if (is_second) is_first_chunk = false;
-            is_second = !is_second;
-            left = is_second ? length - half_length : half_length;
+            is_first_chunk = false;
+            left = length;
         }
     }
     copy_async_wait<0>();
-    if (!SERIAL || WHOLE) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; r++) {
+    for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
-            for (int t = 0; t < TOKEN_TILES; t++) {
+        for (int t = 0; t < TOKEN_TILES; t++) {
+            const float4 before = CHUNKS == SHARED ? kept[(r * TOKEN_TILES + t) * THREADS] : float4();
+            const float shared_total[4] = {before.x, before.y, before.z, before.w};
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    if (WHOLE) {
-                        i32 whole = (i32)sums.group[r][t][i];
-                        if (SUMS) whole += (TWO_LEVELS ? -128 : (i32)rows[r].less[i / 2]) * sums.x[t][i % 2];
-                        totals[r][t][i] = (total_t)whole;
-                    } else {
-                        totals[r][t][i] = HALVED && SETS == 1 ? chunk[r][t][i] : (total_t)sums.part[r][t][i];
-                    }
+            for (int i = 0; i < 4; i++) {
+                total_t &total = totals[r][t][i];
+                if (WHOLE) {
+                    i32 whole = (i32)sums.group[r][t][i];
+                    if (SUMS) whole += (TWO_LEVELS ? -128 : (i32)rows[r].less[i / 2]) * (i32)sums.x[t][i % 2];
+                    total = (total_t)whole;
+                } else if (SERIAL) {
+                    total = (CHUNKS == SHARED ? (total_t)shared_total[i] : total) + (total_t)sums.part[r][t][i];
+                } else {
+                    total = (total_t)sums.part[r][t][i];
                 }
             }
         }
     }
     // Shared memory is free for other data from here on.
     __syncthreads();
-    if (SETS == 2 && !join_sets(shared, totals, set, warp, lane)) return;
     if (!SERIAL && chunks > 1) {
         const u32 tokens = min(m - token, (u32)TOKENS);
         if (!join_chunks(p, shared, totals, blockIdx.x, blockIdx.y, tokens, warp, token_warp, lane)) return;

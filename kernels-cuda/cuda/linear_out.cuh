@@ -38,32 +38,7 @@ INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE u32 bits_of(i32 value) { return (u32)value; }
 INLINE total_t total_of(u32 bits) { return WHOLE ? (total_t)(i32)bits : (total_t)__uint_as_float(bits); }
 
-// Adds the sums of the second set of warps to those of the first. Returns true in the first set, which has the result.
-INLINE bool join_sets(u8 *shared, Fragments &totals, u32 set, u32 warp, u32 lane) {
-    uint4 *meet = (uint4 *)shared + warp * 32 + lane;
-    if (set == 1) {
-#pragma unroll
-        for (int i = 0; i < ROW_TILES * TOKEN_TILES; i++) {
-            const total_t(&v)[4] = totals[i / TOKEN_TILES][i % TOKEN_TILES];
-            meet[i * SET_THREADS] = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
-        }
-    }
-    __syncthreads();
-    if (set == 1) return false;
-#pragma unroll
-    for (int i = 0; i < ROW_TILES * TOKEN_TILES; i++) {
-        total_t(&v)[4] = totals[i / TOKEN_TILES][i % TOKEN_TILES];
-        const uint4 other = meet[i * SET_THREADS];
-        v[0] = v[0] + total_of(other.x);
-        v[1] = v[1] + total_of(other.y);
-        v[2] = v[2] + total_of(other.z);
-        v[3] = v[3] + total_of(other.w);
-    }
-    set_barrier(0);
-    return true;
-}
-
-// Reorders fragments to rows through shared memory, and stores results inside the matrix. Called by the first set.
+// Reorders fragments to rows through shared memory, and stores results inside the matrix.
 INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u32 row, u32 token,
                       u32 row_warp, u32 token_warp, u32 lane) {
     u32 *turn = (u32 *)shared;
@@ -79,8 +54,8 @@ INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u
             }
         }
     }
-    set_barrier(0);
-    for (u32 i = threadIdx.x; i < TOKENS * ROWS; i += SET_THREADS) {
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < TOKENS * ROWS; i += THREADS) {
         u32 line = i / ROWS, column = i % ROWS;
         if (token + line < p.m && row + column < p.n) {
             float value = finish(p, turn[line * OUT_STRIDE + column], token + line, row + column);
@@ -106,7 +81,7 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 t
     constexpr u32 PAIRS = 64 * WARPS, CHUNK = ROW_TILES * TOKEN_TILES * PAIRS;
     u32 *arrived = p.tickets + 2 * tile, *written = arrived + 1, *others = (u32 *)shared;
     if (threadIdx.x == 0) *others = atomicInc(arrived, p.chunks - 1);
-    set_barrier(0);
+    __syncthreads();
     const bool is_last = *others == p.chunks - 1;
     // This lane's first pair, for its first token; the second token is 8 pairs further.
     u32 *all = p.partials + 2 * ((u64)tile * p.chunks * CHUNK + warp * 64 + lane % 4 * 16 + lane / 4);
@@ -122,7 +97,7 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 t
             }
         }
         // After the barrier, a fence by one thread is enough for the whole block.
-        set_barrier(0);
+        __syncthreads();
         if (threadIdx.x == 0) {
             fence_device();
             add_device(written, 1);
@@ -136,7 +111,7 @@ INLINE bool join_chunks(const Arguments &p, u8 *shared, Fragments &totals, u32 t
         // For the next launch; `arrived` has wrapped around to zero.
         *written = 0;
     }
-    set_barrier(0);
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < ROW_TILES * TOKEN_TILES; i++) {
 #pragma unroll

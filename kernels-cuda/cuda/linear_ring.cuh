@@ -4,9 +4,9 @@
 #pragma once
 
 constexpr int CODES_CHUNKS = TILE_BYTES / 16, X_CHUNKS = X_ROW / 16, PARAMETER_CHUNKS = PARAMETER_BYTES / 16;
-constexpr int CODES_BLOCKS = SET_THREADS / CODES_CHUNKS, X_ROWS = SET_THREADS / X_CHUNKS;
+constexpr int CODES_BLOCKS = THREADS / CODES_CHUNKS, X_ROWS = THREADS / X_CHUNKS;
 constexpr int X_COPIES = (TOKENS + X_ROWS - 1) / X_ROWS;
-static_assert(SET_THREADS % CODES_CHUNKS == 0 && ROW_BLOCKS % CODES_BLOCKS == 0, "threads fill whole tiles of codes");
+static_assert(THREADS % CODES_CHUNKS == 0 && ROW_BLOCKS % CODES_BLOCKS == 0, "threads fill whole tiles of codes");
 static_assert(X_ROWS % 8 == 0, "a thread's chunks of activations share a place in the swizzle");
 
 // A thread's share of the copies for a tile: the first copy of each kind. Further ones are whole rows apart.
@@ -21,7 +21,7 @@ struct Copies {
 };
 
 INLINE Copies first_copies(const Arguments &p, u32 tile, u32 tiles, u32 row_block, u32 token) {
-    const u32 thread = threadIdx.x % SET_THREADS, element = FLOAT ? 2 : 1;
+    const u32 thread = threadIdx.x, element = FLOAT ? 2 : 1;
     const u32 block = row_block + thread / CODES_CHUNKS, row = token + thread / X_CHUNKS, chunk = thread % X_CHUNKS;
     Copies to;
     to.row_blocks = (i32)((p.n + 15) / 16);
@@ -44,12 +44,12 @@ INLINE Copies first_copies(const Arguments &p, u32 tile, u32 tiles, u32 row_bloc
 
 // Fills a slot of the ring, and advances to the next tile. Data outside the matrix becomes zero and is not read.
 INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
-    const u32 thread = threadIdx.x % SET_THREADS;
+    const u32 thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < ROW_BLOCKS / CODES_BLOCKS; i++) {
         bool there = i * CODES_BLOCKS < from.row_blocks;
         const u8 *codes = there ? from.codes + i * from.codes_step : EXPERTS ? p.x : p.codes;
-        copy_async_16(slot + (i * SET_THREADS + thread) * 16, codes, there ? 16 : 0);
+        copy_async_16(slot + (i * THREADS + thread) * 16, codes, there ? 16 : 0);
     }
     from.codes += TILE_BYTES;
     const u32 row = thread / X_CHUNKS, place = thread % X_CHUNKS ^ row % 8;
@@ -70,8 +70,8 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
     from.left -= X_ROW;
     if (PARAMETER_BYTES > 0) {
 #pragma unroll
-        for (int i = 0; i < (ROW_BLOCKS * PARAMETER_CHUNKS + SET_THREADS - 1) / SET_THREADS; i++) {
-            const i32 at = i * SET_THREADS + (i32)thread;
+        for (int i = 0; i < (ROW_BLOCKS * PARAMETER_CHUNKS + THREADS - 1) / THREADS; i++) {
+            const i32 at = i * THREADS + (i32)thread;
             if (at >= ROW_BLOCKS * PARAMETER_CHUNKS) break;
             const i32 block = at / (PARAMETER_CHUNKS > 0 ? PARAMETER_CHUNKS : 1);
             bool there = block - (i32)(thread / CODES_CHUNKS) < from.row_blocks;

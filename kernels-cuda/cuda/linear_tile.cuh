@@ -20,10 +20,13 @@ INLINE void load_tokens(u32 (&b)[4], u32 x, u32 token_tile, u32 pair, u32 lane) 
     load_matrices_4(b, x + row * X_ROW + (chunk ^ row % 8) * 16);
 }
 
+// The A fragment of a matrix of ones, whose product with activations has their sums in every row. In a lane, the first
+// two values are the sums of tokens 2 (lane % 4) and 2 (lane % 4) + 1.
+constexpr u32 ONE = ACTIVATION == F16 ? 0x3c003c00 : ACTIVATION == BF16 ? 0x3f803f80 : 0x01010101;
+
 // Computes the sums of the activations of a slot per group and token, and writes them to `sums`.
 INLINE void sum_tokens(u32 slot, partial_t *sums, u32 warp, u32 lane) {
-    const u32 one = ACTIVATION == F16 ? 0x3c003c00 : ACTIVATION == BF16 ? 0x3f803f80 : 0x01010101;
-    const u32 ones[4] = {one, one, one, one};
+    const u32 ones[4] = {ONE, ONE, ONE, ONE};
 #pragma unroll
     for (u32 tile = warp; tile < TOKENS / 8; tile += WARPS) {
         partial_t sum[4];
@@ -157,13 +160,14 @@ INLINE void fragment(u32 (&a)[4], const u32 *words, int half, const Group &group
 struct Sums {
     partial_t group[ROW_TILES][TOKEN_TILES][4];
     float part[ROW_TILES][TOKEN_TILES][4];
-    // For integers: sums of activations of tokens 2 t and 2 t + 1.
-    i32 x[TOKEN_TILES][2];
+    // For integers: sums of activations of tokens 2 t and 2 t + 1, as the product with a matrix of ones.
+    partial_t x[TOKEN_TILES][4];
 };
 
 INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const partial_t *x_sums, const Group (&rows)[ROW_TILES],
                           u32 row_warp, u32 token_warp, u32 lane) {
     const u32 x = shared_address(slot) + X_AT;
+    const u32 ones[4] = {ONE, ONE, ONE, ONE};
     const u8 *codes = slot + row_warp * ROW_TILES * TILE_BYTES + lane * 16;
     const u8 *parameters = slot + PARAMETERS_AT + row_warp * ROW_TILES * PARAMETER_BYTES;
     Group groups[ROW_TILES];
@@ -209,41 +213,44 @@ INLINE void multiply_tile(const Arguments &p, Sums &sums, const u8 *slot, const 
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int step = 2 * pair + half;
-                partial_t sum[2] = {0, 0};
-                if (SUMS && step % GROUP_STEPS == 0) {
+                const bool is_first = step % GROUP_STEPS == 0, is_last = step % GROUP_STEPS == GROUP_STEPS - 1;
+                partial_t(&sum)[4] = sums.x[t];
+                if (OWN_SUMS) {
+                    if (!WHOLE && is_first) sum[0] = sum[1] = sum[2] = sum[3] = 0;
+                    multiply(sum, ones, b[2 * half], b[2 * half + 1]);
+                } else if (SUMS && is_last) {
                     const partial_t *from =
                         x_sums + step / GROUP_STEPS * TOKENS + (token_warp * TOKEN_TILES + t) * 8 + 2 * (lane % 4);
+                    partial_t two[2];
                     if (FLOAT) {
-                        float2 two = *(const float2 *)from;
-                        sum[0] = (partial_t)two.x;
-                        sum[1] = (partial_t)two.y;
+                        float2 both = *(const float2 *)from;
+                        two[0] = (partial_t)both.x;
+                        two[1] = (partial_t)both.y;
                     } else {
-                        int2 two = *(const int2 *)from;
-                        sum[0] = (partial_t)two.x;
-                        sum[1] = (partial_t)two.y;
+                        int2 both = *(const int2 *)from;
+                        two[0] = (partial_t)both.x;
+                        two[1] = (partial_t)both.y;
                     }
-                    if (WHOLE) {
-                        sums.x[t][0] += (i32)sum[0];
-                        sums.x[t][1] += (i32)sum[1];
-                    }
+#pragma unroll
+                    for (int i = 0; i < 2; i++) sum[i] = WHOLE ? sum[i] + two[i] : two[i];
                 }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     const Group &group = GROUP_STEPS == 1 && half == 1 ? second[r] : groups[r];
                     partial_t(&in_group)[4] = sums.group[r][t];
-                    if (!WHOLE && step % GROUP_STEPS == 0) {
-#pragma unroll
-                        for (int i = 0; i < 4; i++) in_group[i] = SUMS ? group.less[i / 2] * sum[i % 2] : 0;
-                    }
+                    if (!WHOLE && is_first) in_group[0] = in_group[1] = in_group[2] = in_group[3] = 0;
                     multiply(in_group, a[half][r], b[2 * half], b[2 * half + 1]);
-                    if (!WHOLE && step % GROUP_STEPS == GROUP_STEPS - 1) {
+                    if (!WHOLE && is_last) {
 #pragma unroll
                         for (int i = 0; i < 4; i++) {
                             float &to = sums.part[r][t][i];
                             if (FLOAT) {
-                                to = GROUP == 0 ? to + (float)in_group[i] : fused(group.scale[i / 2], (float)in_group[i], to);
+                                float value = (float)in_group[i];
+                                if (SUMS) value = fused((float)group.less[i / 2], (float)sum[i % 2], value);
+                                to = GROUP == 0 ? to + value : fused(group.scale[i / 2], value, to);
                             } else {
                                 i32 whole = (i32)in_group[i] >> SHIFT;
+                                if (SUMS) whole += (i32)group.less[i / 2] * (i32)sum[i % 2];
                                 if (GROUP_SUMS) whole -= p.x_zero * group.sum[i / 2];
                                 to = fused((float)whole, group.scale[i / 2], to);
                             }

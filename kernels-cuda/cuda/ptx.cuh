@@ -209,11 +209,6 @@ INLINE float log2_approx(float x) {
 
 // ---- Between threads
 
-// Synchronizes COUNT threads at barrier `number`, 1 to 15. Barrier 0 is that of the whole block.
-template <int COUNT> INLINE void barrier_of(u32 number) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory");
-}
-
 // A thread that sees a write of this thread after the fence also sees its writes before it.
 INLINE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 

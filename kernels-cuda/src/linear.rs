@@ -22,7 +22,7 @@ pub use experts::{
 pub use listed::{listed, variants};
 pub use plan::{LinearArguments, LinearPlan, LinearTraffic};
 pub use scheme::{InputType, KernelScheme, Output};
-pub use variant::{BLOCK_ROWS, BlockShape, LinearVariant, Parts, PlanLimits};
+pub use variant::{BLOCK_ROWS, BlockShape, Chunks, LinearVariant, Parts, PlanLimits};
 
 use crate::compile::Source;
 

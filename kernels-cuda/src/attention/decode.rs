@@ -292,16 +292,17 @@ impl Tuning {
         let (dim, tile) = (layout.dim(), layout.tile_bytes());
         // Sixteen columns need twice as many sums, too many for the registers if heads are wide.
         let head_tiles = if columns <= 8 || dim > 192 { 1 } else { 2 };
-        let (mut warps, mut stages) = (4, 4);
+        // More stages or fewer blocks were slower on an H200.
+        let (mut warps, stages) = (4, 3);
         while warps * stages * tile > SHARED_LIMIT {
-            if stages > 3 { stages -= 1 } else { warps /= 2 }
+            warps /= 2;
         }
         // Shared memory holds the ring, and afterwards the rows of sums that warps combine, with 8 more bytes each.
         let meet = warps * 8 * head_tiles * (4 * (dim + 4) + 8);
         let shared_bytes = (warps * stages * tile).max(meet);
         let by_registers = match (head_tiles, dim) {
             (1, 0..=96) => 4,
-            (1, 97..=128) if layout.kind() == KvType::Kv4 => 4,
+            (1, 97..=128) if layout.kind() == KvType::Kv4 => 5,
             (1, 97..=160) | (2, 0..=64) => 3,
             _ => 2,
         };

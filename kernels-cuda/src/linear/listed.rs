@@ -35,7 +35,7 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
             (false, false) => &[],
         };
         for &m in tokens {
-            // The first matrix has several chunks, the second has no halves.
+            // The first matrix has several chunks, the second has one.
             let shapes: &[[usize; 2]] =
                 if common && !all { &[[4096, 4096], [57_344, 4096]] } else { &[[4096, 4096]] };
             for &shape in shapes {
@@ -45,8 +45,8 @@ pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
                 }
             }
         }
-        // One row per expert, a few, and many, of 128 experts. The matrix of
-        // all schemes has two chunks, the other one has no halves.
+        // One row per expert, a few, and many, of 128 experts. The matrix of all schemes has four chunks, the other one
+        // has one.
         let rows: &[usize] = match (common, all) {
             (true, _) => &[8, 128 * 8, 4096 * 8],
             (false, true) if turn % 2 == 0 => &[4096 * 8],

@@ -3,7 +3,7 @@
 use quant_kernels_cpu::KernelError;
 
 use super::scheme::{InputType, KernelScheme, Output};
-use super::variant::{BLOCK_ROWS, LinearVariant, Parts, PlanLimits};
+use super::variant::{BLOCK_ROWS, Chunks, LinearVariant, Parts, PlanLimits};
 use crate::launch::{Argument, LaunchShape, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
 
@@ -193,7 +193,7 @@ impl Work {
     /// Plans a product with `m` tokens, in at most `token_tiles` tiles of tokens.
     ///
     /// # Errors
-    /// When the variant splits `k` differently, or the grid or an index exceeds the range of the kernel's integers.
+    /// When the variant is for several chunks of `k` and there is one, or the grid or an index exceeds the range of the kernel's integers.
     pub(super) fn new(
         variant: &LinearVariant,
         layout: &WeightLayout,
@@ -211,13 +211,13 @@ impl Work {
         // Blocks are numbered in bands of eight token tiles, so an index can reach eight times the number of output
         // features.
         small(n, max / 8, "the number of output features")?;
-        let Parts { chunks, halved } = Parts::of([n, k]);
-        // Two sets of warps, or `serial`, but not both, require halves.
-        let ways = usize::from(variant.serial) + variant.shape.sets;
-        if variant.halved != halved || !(1..=1 + usize::from(halved)).contains(&ways) {
-            return Err(KernelError::Scheme("the kernel variant splits k differently from the plan"));
+        let Parts { chunks } = Parts::of([n, k]);
+        if variant.chunks != Chunks::Blocks && chunks == 1 {
+            return Err(KernelError::Scheme(
+                "the kernel variant is for several chunks of k, and there is one",
+            ));
         }
-        let split = if variant.serial { 1 } else { chunks };
+        let split = if variant.chunks == Chunks::Blocks { chunks } else { 1 };
         let tiles =
             n.div_ceil(BLOCK_ROWS).checked_mul(token_tiles).ok_or(KernelError::TooLarge("the grid"))?;
         let launch = LaunchShape {
@@ -306,27 +306,26 @@ mod tests {
 
     #[test]
     fn chunks_belong_to_the_weights() {
-        let halves = |chunks| Parts { chunks, halved: true };
         for m in [1, 7, 16, 100, 5000] {
-            for (n, k, parts) in [
-                (4096, 4096, halves(4)),
-                (8192, 28_672, halves(2)),
-                (28_672, 4096, halves(1)),
-                (57_344, 8192, Parts { chunks: 1, halved: false }),
+            for (n, k, chunks) in [
+                (4096, 4096, 8),
+                (4096, 2048, 4),
+                (6144, 4096, 4),
+                (8192, 28_672, 4),
+                (12_288, 4096, 2),
+                (28_672, 4096, 1),
             ] {
                 let plan = plan(n, k, m).unwrap();
-                assert_eq!((Parts::of([n, k]), plan.chunks as usize), (parts, parts.chunks));
-                assert_eq!(plan.variant.halved, parts.halved);
+                assert_eq!((Parts::of([n, k]).chunks, plan.chunks as usize), (chunks, chunks));
             }
         }
-        // No half is ever empty.
+        // No chunk is ever empty.
         for tiles in 1..400 {
             for n in [1, 1000, 4096, 9000, 20_000, 40_000] {
                 let parts = Parts::of([n, 128 * tiles]);
                 let length = parts.chunk_tiles(128 * tiles);
-                let last = tiles.checked_sub((parts.chunks - 1) * length).unwrap();
-                let needed = if parts.halved { length.div_ceil(2) } else { 0 };
-                assert!((1..=4).contains(&parts.chunks) && last > needed, "{tiles} {n}");
+                assert!((1..=8).contains(&parts.chunks), "{tiles} {n}");
+                assert!((parts.chunks - 1) * length < tiles && parts.chunks * length >= tiles, "{tiles} {n}");
             }
         }
     }
@@ -334,24 +333,23 @@ mod tests {
     #[test]
     fn few_tokens_take_a_workspace_and_many_none() {
         let few = plan(4096, 4096, 3).unwrap();
-        assert_eq!((few.launch.grid, few.launch.block), ([32, 4, 1], 256));
-        assert_eq!((few.ticket_bytes, few.workspace_bytes), (8 * 32, 4 * 4096 * 8 * 4));
+        assert_eq!((few.launch.grid, few.launch.block), ([32, 8, 1], 128));
+        assert_eq!((few.ticket_bytes, few.workspace_bytes), (8 * 32, 8 * 4096 * 8 * 4));
         let many = plan(4096, 4096, 1000).unwrap();
-        assert!(many.variant.serial);
+        assert_eq!(many.variant.chunks, Chunks::Shared);
         assert_eq!((many.launch.grid, many.workspace_bytes), ([32 * 16, 1, 1], 0));
         assert_eq!(plan(4096, 4096, 0).unwrap().launch.grid[0], 0);
     }
 
     #[test]
-    fn variants_for_other_parts_are_reported() {
+    fn variants_for_several_chunks_need_them() {
         let (cut, whole) = (plan(4096, 4096, 3).unwrap(), plan(57_344, 4096, 3).unwrap());
         assert!(LinearPlan::of_variant(cut.variant, &cut.layout, 3).is_ok());
-        assert!(LinearPlan::of_variant(whole.variant, &cut.layout, 3).is_err());
-        assert!(LinearPlan::of_variant(cut.variant, &whole.layout, 3).is_err());
-        for (sets, serial, good) in [(1, false, true), (1, true, true), (2, true, false), (3, false, false)] {
-            let mut variant = cut.variant;
-            (variant.shape.sets, variant.serial) = (sets, serial);
-            assert_eq!(LinearPlan::of_variant(variant, &cut.layout, 3).is_ok(), good, "{sets} {serial}");
+        for chunks in [Chunks::Blocks, Chunks::Registers, Chunks::Shared] {
+            let variant = LinearVariant { chunks, ..cut.variant };
+            assert!(LinearPlan::of_variant(variant, &cut.layout, 3).is_ok(), "{chunks:?}");
+            let is_split = chunks == Chunks::Blocks;
+            assert_eq!(LinearPlan::of_variant(variant, &whole.layout, 3).is_ok(), is_split, "{chunks:?}");
         }
     }
 

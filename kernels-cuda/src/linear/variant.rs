@@ -19,9 +19,7 @@ pub struct BlockShape {
     pub token_warps: usize,
     /// Number of tiles of 8 tokens per warp.
     pub token_tiles: usize,
-    /// Number of sets of warps, each with its own ring: two sets compute the halves of a chunk concurrently.
-    pub sets: usize,
-    /// Number of stages of a ring.
+    /// Number of stages of the ring.
     pub stages: usize,
     /// Intended number of blocks per multiprocessor, which bounds the registers per thread.
     pub blocks: usize,
@@ -40,7 +38,7 @@ impl BlockShape {
 
     /// Threads per block.
     pub fn threads(&self) -> usize {
-        32 * self.row_warps * self.token_warps * self.sets
+        32 * self.row_warps * self.token_warps
     }
 
     /// Registers per thread if `blocks` blocks share a multiprocessor with 65,536 registers; at most 255.
@@ -49,10 +47,11 @@ impl BlockShape {
     }
 }
 
-/// From few tokens to many: warps along tokens, tiles of 8 tokens per warp, and sets of warps per multiprocessor.
-const SHAPES: [[usize; 3]; 5] = [[1, 1, 4], [1, 2, 3], [2, 2, 2], [2, 4, 1], [2, 8, 1]];
-/// Blocks of more tokens have one set of warps.
-const TWO_SETS: usize = 16;
+/// From few tokens to many: warps along tokens, tiles of 8 tokens per warp, and blocks per multiprocessor. The numbers of
+/// blocks were the fastest on an H200.
+const SHAPES: [[usize; 3]; 5] = [[1, 1, 5], [1, 2, 4], [2, 2, 2], [2, 4, 2], [2, 8, 1]];
+/// Up to this number of tokens per block, several blocks always share the chunks of `k`.
+const FEW_TOKENS: usize = 16;
 /// The number of shapes whose float sums fit in registers.
 const FLOAT_SHAPES: usize = 4;
 /// Output features per block, in every shape.
@@ -89,9 +88,19 @@ impl PlanLimits {
             Architecture::Sm90 => (232_448, 132),
             Architecture::Sm120 => (101_376, 170),
         };
-        // The system reserves 1 KiB per block.
-        Self { shared_of_block, shared_of_multiprocessor: shared_of_block + 1024, multiprocessors }
+        Self { shared_of_block, shared_of_multiprocessor: shared_of_block + SYSTEM, multiprocessors }
     }
+}
+
+/// How the chunks of `k` are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Chunks {
+    /// Each by a block. The last block to finish adds their sums, which it reads from the workspace.
+    Blocks,
+    /// By one block, one after another, which keeps the sum of those before in registers.
+    Registers,
+    /// By one block, one after another, which keeps the sum of those before in shared memory.
+    Shared,
 }
 
 /// A kernel variant: scheme, block shape and division of `k`.
@@ -102,10 +111,8 @@ pub struct LinearVariant {
     pub scheme: KernelScheme,
     /// The shape of the block.
     pub shape: BlockShape,
-    /// Whether chunks of `k` have halves: [`Parts::halved`].
-    pub halved: bool,
-    /// Whether a block computes all chunks of `k`, one after another.
-    pub serial: bool,
+    /// How the chunks of `k` are computed.
+    pub chunks: Chunks,
     /// Whether rows are multiplied by the weights of different experts, in one launch.
     pub experts: bool,
 }
@@ -137,6 +144,11 @@ impl LinearVariant {
             Output::Bf16 => "BF16",
             Output::F32 => "F32",
         };
+        let chunks = match self.chunks {
+            Chunks::Blocks => "BLOCKS_EACH",
+            Chunks::Registers => "REGISTERS",
+            Chunks::Shared => "SHARED",
+        };
         let x_zero = matches!(s.activation, InputType::Int8 { zero: true });
         let flag = |set: bool| usize::from(set).to_string();
         vec![
@@ -152,11 +164,9 @@ impl LinearVariant {
             ("ROW_TILES", self.shape.row_tiles.to_string()),
             ("TOKEN_WARPS", self.shape.token_warps.to_string()),
             ("TOKEN_TILES", self.shape.token_tiles.to_string()),
-            ("SETS", self.shape.sets.to_string()),
             ("STAGES", self.shape.stages.to_string()),
             ("BLOCKS", self.shape.blocks.to_string()),
-            ("HALVED", flag(self.halved)),
-            ("SERIAL", flag(self.serial)),
+            ("CHUNKS", chunks.to_owned()),
             ("EXPERTS", flag(self.experts)),
         ]
     }
@@ -167,17 +177,16 @@ impl LinearVariant {
         Variant { source: &SOURCE, kernel, defines: self.defines() }
     }
 
-    /// A name made of the scheme, the tokens per block, the depth of the ring, how parts of `k` are computed, and
+    /// A name made of the scheme, the tokens per block, the depth of the ring, how chunks of `k` are computed, and
     /// `_experts` if the weights are those of several experts.
     pub fn name(&self) -> String {
-        let parts = match (self.halved, self.shape.sets, self.serial) {
-            (false, ..) => "",
-            (true, 1, false) => "_halved",
-            (true, 1, true) => "_serial",
-            (true, ..) => "_sets",
+        let chunks = match self.chunks {
+            Chunks::Blocks => "",
+            Chunks::Registers => "_serial",
+            Chunks::Shared => "_kept",
         };
         let experts = if self.experts { "_experts" } else { "" };
-        format!("{}_t{}_s{}{parts}{experts}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
+        format!("{}_t{}_s{}{chunks}{experts}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
     }
 
     /// Bytes of one stage of the ring.
@@ -187,15 +196,22 @@ impl LinearVariant {
         blocks * (tile + scheme.parameter_bytes) + tokens * TILE_K * scheme.activation_bytes()
     }
 
+    /// Bytes of shared memory for the sums of activations, and for the kept sums of chunks.
+    fn bytes_beside_ring(&self) -> usize {
+        let tokens = self.shape.tokens();
+        // With few tokens, every warp has the sums of activations in registers.
+        let has_sums = self.scheme.sums_activations() && self.shape.token_warps > 1;
+        let sums = if has_sums { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
+        let kept = if self.chunks == Chunks::Shared { BLOCK_ROWS * tokens * 4 } else { 0 };
+        sums.next_multiple_of(128) + kept
+    }
+
     /// Bytes of dynamic shared memory per block.
     pub fn shared_bytes(&self) -> usize {
         let tokens = self.shape.tokens();
-        let sums =
-            if self.scheme.sums_activations() { 2 * self.scheme.tile_groups() * tokens * 4 } else { 0 };
-        let ring = (self.shape.stages * Self::stage_bytes(&self.scheme, tokens) + sums).next_multiple_of(128);
-        let ring = self.shape.sets * ring;
+        let ring = self.shape.stages * Self::stage_bytes(&self.scheme, tokens);
         // The memory of the ring is reused to reorder results.
-        ring.max(tokens * (BLOCK_ROWS + 4) * 4)
+        (ring.next_multiple_of(128) + self.bytes_beside_ring()).max(tokens * (BLOCK_ROWS + 4) * 4)
     }
 
     /// Bytes of the workspace for a chunk's sums of one tile of results.
@@ -236,59 +252,75 @@ impl LinearVariant {
         let parts = Parts::of([n, k]);
         let holds = shapes.iter().position(|&[warps, tiles, _]| m <= 8 * warps * tiles);
         let mut choice = holds.unwrap_or(shapes.len() - 1);
-        let mut sets = 2;
         loop {
             let [token_warps, token_tiles, resident] = shapes[choice];
             let tokens = 8 * token_warps * token_tiles;
-            sets = if parts.halved && tokens <= TWO_SETS { sets } else { 1 };
-            let stage = Self::stage_bytes(&scheme, tokens);
-            // For few tokens, two sets of warps share a multiprocessor's shared memory; for many, one set has all of
-            // it. 4 KiB are left for the system and for sums.
-            let share =
-                if resident > 1 { device.shared_of_multiprocessor / 2 } else { device.shared_of_block };
-            let ring = share.min(device.shared_of_block).saturating_sub(4096);
-            let stages = (ring / stage).clamp(MIN_STAGES, MAX_STAGES);
             let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens)).saturating_mul(products);
-            let serial = tokens > TWO_SETS && parts.chunks > 1 && tiles >= device.multiprocessors;
-            // The sums of previous chunks occupy registers, too.
-            let blocks = if serial { 1 } else { resident / sets };
-            let shape =
-                BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, sets, stages, blocks };
-            let variant = Self { scheme, shape, halved: parts.halved, serial, experts: false };
-            if (choice, sets) == (0, 1) || variant.shared_bytes() <= device.shared_of_block {
-                return variant;
+            let is_serial = tokens > FEW_TOKENS && parts.chunks > 1 && tiles >= device.multiprocessors;
+            let ways: &[Chunks] = match (is_serial, scheme.whole) {
+                (false, _) => &[Chunks::Blocks],
+                // Integers are summed over all of k, so nothing is kept.
+                (true, true) => &[Chunks::Registers],
+                (true, false) => &[Chunks::Shared, Chunks::Registers],
+            };
+            for &chunks in ways {
+                // Sums that are kept in registers leave room for one block only.
+                let resident = if chunks == Chunks::Registers && !scheme.whole { 1 } else { resident };
+                let shape =
+                    BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, stages: 0, blocks: 1 };
+                let mut variant = Self { scheme, shape, chunks, experts: false };
+                let stage = Self::stage_bytes(&scheme, tokens);
+                let others = variant.bytes_beside_ring();
+                let share = (device.shared_of_multiprocessor / resident).min(device.shared_of_block + SYSTEM);
+                variant.shape.stages =
+                    (share.saturating_sub(SYSTEM + others) / stage).clamp(MIN_STAGES, MAX_STAGES);
+                let bytes = variant.shared_bytes();
+                variant.shape.blocks =
+                    (device.shared_of_multiprocessor / (bytes + SYSTEM)).clamp(1, resident);
+                if choice == 0 || bytes <= device.shared_of_block {
+                    return variant;
+                }
             }
-            // One set of warps, and then fewer tokens per block.
-            (choice, sets) = if sets == 2 { (choice, 1) } else { (choice - 1, 2) };
+            // Fewer tokens per block.
+            choice -= 1;
         }
     }
 }
 
+/// The shared memory in bytes that the system reserves per block.
+const SYSTEM: usize = 1024;
 /// For a tile that is being multiplied, one that is being summed, and one that is being loaded.
 const MIN_STAGES: usize = 3;
 const MAX_STAGES: usize = 6;
 
-/// How `k` is cut into parts. Each part is summed starting from zero; a chunk is its first half plus its second, and
-/// chunks are added in order. So rounding depends only on the shape of the weights.
+/// How `k` is cut into chunks, each a run of whole tiles. Each is summed starting from zero, and chunks are added in
+/// order. So rounding depends only on the shape of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Parts {
-    /// The number of chunks, 1 to 4. Each is a run of whole tiles.
+    /// The number of chunks, 1 to 8.
     pub chunks: usize,
-    /// Whether each chunk is summed in two halves.
-    pub halved: bool,
 }
 
+/// Chunks are used up to this number of blocks for few tokens: two per multiprocessor of an H200.
+const BLOCKS_OF_MATRIX: usize = 264;
+const MAX_CHUNKS: usize = 8;
+/// The minimum length of a chunk.
+const MIN_CHUNK_TILES: usize = 4;
+
 impl Parts {
-    /// Returns the parts of weights `[n, k]`: as many chunks as are needed to occupy about 128 blocks, but at most 4,
-    /// and at most one per eight tiles along `k`; each chunk has two halves. A matrix with at least 256 tiles of
-    /// [`BLOCK_ROWS`] rows, or with fewer than eight tiles along `k`, is one part.
+    /// Returns the parts of weights `[n, k]`: the largest power of two up to 8 for which there are at most 264 blocks,
+    /// and chunks of at least four tiles along `k`.
     pub fn of([n, k]: [usize; 2]) -> Self {
         let (rows, tiles) = (n.div_ceil(BLOCK_ROWS).max(1), k.div_ceil(TILE_K).max(1));
-        let halved = rows < 256 && tiles >= 8;
-        // To the nearest number of chunks. With 96 row tiles, for example, 1 chunk leaves a quarter of 128 places for
-        // blocks idle, and so do 2 chunks, in two waves.
-        let wanted = ((128 + rows / 2) / rows).clamp(1, 4).min((tiles / 8).max(1));
-        Self { chunks: if halved { wanted } else { 1 }, halved }
+        let mut chunks = 1;
+        while 2 * chunks <= MAX_CHUNKS
+            && 2 * chunks * rows <= BLOCKS_OF_MATRIX
+            && 2 * chunks * MIN_CHUNK_TILES <= tiles
+        {
+            chunks *= 2;
+        }
+        // Fewer if whole tiles fill fewer chunks.
+        Self { chunks: tiles.div_ceil(tiles.div_ceil(chunks)) }
     }
 
     /// The number of tiles per chunk; the last chunk may have fewer.

@@ -1,7 +1,7 @@
 //! Results do not depend on the other rows, the number of rows, the shape of a block, or the order of blocks.
 
 use quant_kernels_cpu::FloatFormat;
-use quant_kernels_cuda::linear::{InputType, KernelScheme, LinearPlan, LinearVariant, Output, Parts};
+use quant_kernels_cuda::linear::{Chunks, InputType, KernelScheme, LinearPlan, LinearVariant, Output, Parts};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
@@ -12,7 +12,7 @@ use crate::machine::{launch, launch_with, ready};
 
 fn problems(m: usize) -> Vec<Problem> {
     let shape = [136, 2176];
-    assert_eq!(Parts::of(shape), Parts { chunks: 2, halved: true });
+    assert_eq!(Parts::of(shape), Parts { chunks: 4 });
     let case = |kind, group| Case::new(shape, 4, group, kind, true, 21);
     let float = |kind, group, activation, output| {
         Problem::float(case(kind, group), activation, output, m, Draw::Typical, 22)
@@ -74,15 +74,12 @@ fn a_row_is_the_same_by_every_block() {
         let expected = results(&problem, variant(&problem, 20));
         for m in [1, 9, 17, 33, 65] {
             let planned = variant(&problem, m);
-            for (sets, serial) in [(2, false), (1, false), (1, true)] {
+            for chunks in [Chunks::Blocks, Chunks::Registers, Chunks::Shared] {
                 for stages in [3, 5] {
                     let mut variant = planned;
-                    (variant.serial, variant.shape.stages, variant.shape.sets) = (serial, stages, sets);
-                    // Two sets are used only for few tokens. The depth of the ring is varied for one number of tokens
-                    // only.
-                    if sets > planned.shape.sets
-                        || stages == 5 && (m != 9 || variant.shared_bytes() > DEVICE.shared_of_block)
-                    {
+                    (variant.chunks, variant.shape.stages) = (chunks, stages);
+                    // The depth of the ring is varied for one number of tokens only.
+                    if stages == 5 && m != 9 || variant.shared_bytes() > DEVICE.shared_of_block {
                         continue;
                     }
                     assert_eq!(results(&problem, variant), expected, "{}", variant.name());

@@ -26,13 +26,13 @@ pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
     Box::leak(Box::new(Source { name, text, headers: headers.leak() }))
 }
 
-/// Rows, features and tokens do not fill tiles; two chunks have two halves each.
+/// Rows, features and tokens do not fill tiles; `k` has several chunks.
 fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     let group = if k.is_multiple_of(128) { 128 } else { 32 };
     let case = Case::new([133, k], 4, group, Kind::F16, true, 31);
     let problem = Problem::float(case, InputType::F16, Output::F32, m, Draw::Typical, 32);
     let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, m, &DEVICE).unwrap();
-    assert!(plan.chunks == 2 && plan.launch.grid[1] == 2, "{}", plan.variant.name());
+    assert!(plan.chunks > 1 && plan.launch.grid[1] == plan.chunks, "{}", plan.variant.name());
     (problem, plan)
 }
 
@@ -67,7 +67,9 @@ fn is_found_of(places: &[[&str; 2]], m: usize, k: usize, kinds: &[FaultKind], op
 }
 
 /// The wait and the barrier of the main loop.
-const WAIT: &str = "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();\n        set_barrier(set);";
+const WAIT: &str = "copy_async_wait<STAGES - 2 - (SHARED_SUMS ? 1 : 0)>();\n        __syncthreads();";
+const WAIT_ALONE: &str = "copy_async_wait<STAGES - 2 - (SHARED_SUMS ? 1 : 0)>();";
+const LATE_WAIT: &str = "copy_async_wait<STAGES - 1>();\n        __syncthreads();";
 
 #[test]
 fn without_a_bug_nothing_is_found() {
@@ -84,21 +86,14 @@ fn without_a_bug_nothing_is_found() {
 
 #[test]
 fn a_missing_barrier() {
-    let without = [[WAIT, "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();"]];
+    let without = [[WAIT, WAIT_ALONE]];
     let kinds = [FaultKind::SharedRace, FaultKind::InFlight, FaultKind::NotVisible];
     is_found(&without, &kinds, "ldmatrix", "shared");
 }
 
 #[test]
-fn the_barrier_of_another_set() {
-    let one =
-        [["barrier_of<SET_THREADS>(1 + set)", "barrier_of<SET_THREADS>(1 + (set + threadIdx.x / 64) % 2)"]];
-    is_found(&one, &[FaultKind::SharedRace, FaultKind::InFlight], "ldmatrix", "shared");
-}
-
-#[test]
 fn too_short_a_wait() {
-    let without = [[WAIT, "copy_async_wait<STAGES - 1>();\n        set_barrier(set);"]];
+    let without = [[WAIT, LATE_WAIT]];
     is_found(&without, &[FaultKind::InFlight], "ldmatrix", "shared");
 }
 
@@ -108,16 +103,11 @@ fn too_short_a_ring() {
     is_found(&short, &[FaultKind::InFlight], "ld", "shared");
 }
 
+/// Only blocks of more than 16 tokens have sums in shared memory.
 #[test]
 fn sums_in_one_place() {
     let one = [["x_sums + (odd ^ 1) * GROUPS * TOKENS", "x_sums + odd * GROUPS * TOKENS"]];
-    is_found(&one, &[FaultKind::SharedRace], "", "shared");
-}
-
-#[test]
-fn rings_in_one_place() {
-    let one = [["u8 *own = shared + set * SET_BYTES;", "u8 *own = shared;"]];
-    is_found(&one, &[FaultKind::SharedRace, FaultKind::InFlight], "cp.async", "shared");
+    is_found_of(&one, 21, 2176, &[FaultKind::SharedRace], "", "shared");
 }
 
 #[test]
@@ -159,17 +149,9 @@ fn a_missing_guard_of_results() {
 }
 
 #[test]
-fn a_missing_barrier_behind_the_rings() {
-    let without =
-        [["    __syncthreads();\n    if (SETS == 2 && !join_sets", "    if (SETS == 2 && !join_sets"]];
+fn a_missing_barrier_behind_the_ring() {
+    let without = [["    // Shared memory is free for other data from here on.\n    __syncthreads();\n", ""]];
     is_found(&without, &[FaultKind::SharedRace], "st.shared", "shared");
-}
-
-#[test]
-fn halves_that_meet_without_a_barrier() {
-    let without =
-        [["    __syncthreads();\n    if (set == 1) return false;", "    if (set == 1) return false;"]];
-    is_found(&without, &[FaultKind::SharedRace], "", "shared");
 }
 
 #[test]
@@ -184,7 +166,7 @@ fn chunks_without_a_fence() {
 #[test]
 fn chunks_without_a_barrier_before_their_ticket() {
     let without = [[
-        "        set_barrier(0);\n        if (threadIdx.x == 0) {\n            fence_device();\n            add_device",
+        "        __syncthreads();\n        if (threadIdx.x == 0) {\n            fence_device();\n            add_device",
         "        if (threadIdx.x == 0) {\n            fence_device();\n            add_device",
     ]];
     is_found(&without, &[FaultKind::GlobalRace], "ld.global.cg", "partials");
@@ -238,7 +220,7 @@ fn no_swizzle() {
     assert!(reads.taken > 2 * reads.ideal, "{reads:?}");
 }
 
-/// With many tokens, one set of eight warps computes chunks one after another with one ring.
+/// With many tokens, a block of eight warps computes chunks one after another.
 #[test]
 fn many_tokens() {
     if !ready() {
@@ -263,17 +245,17 @@ fn many_tokens() {
     for (from, to, kinds, buffer) in [
         (
             WAIT,
-            "copy_async_wait<STAGES - 2 - (SUMS ? 1 : 0)>();",
+            WAIT_ALONE,
             &[FaultKind::SharedRace, FaultKind::InFlight, FaultKind::NotVisible][..],
             "shared",
         ),
         (
-            "    set_barrier(0);\n    for (u32 i",
+            "    __syncthreads();\n    for (u32 i",
             "    for (u32 i",
             &[FaultKind::SharedRace, FaultKind::Uninitialised],
             "shared",
         ),
-        (WAIT, "copy_async_wait<STAGES - 1>();\n        set_barrier(set);", &[FaultKind::InFlight], "shared"),
+        (WAIT, LATE_WAIT, &[FaultKind::InFlight], "shared"),
         (
             "const u32 refill = slot == 0 ? STAGES - 1 : slot - 1;",
             "const u32 refill = slot;",

@@ -40,10 +40,9 @@ pub enum Draw {
     Extreme,
 }
 
-/// The number of parts of `k` that are summed separately.
+/// The number of chunks of `k` that are summed separately.
 fn parts(n: usize, k: usize) -> usize {
-    let parts = Parts::of([n, k]);
-    if parts.halved { 2 * parts.chunks } else { 1 }
+    Parts::of([n, k]).chunks
 }
 
 impl Problem {

@@ -596,7 +596,7 @@ pub(super) fn verdict(
         Some(Has::Yes) => rules(),
         Some(Has::With(own)) => own(outline).and(rules()),
         Some(Has::No(reason)) => No(reason.into()),
-        Some(Has::Unsure(what)) => Unsure(what.into()),
+        Some(Has::Unsure(what)) => Unsure(what.into()).and(rules()),
         None => {
             let model = outline.wrapper.unwrap_or(outline.family);
             rules().and(Unsure(format!("how it runs {model} was not checked")))

@@ -6,7 +6,7 @@ mod layer;
 mod planted;
 
 use quant_kernels_cpu::FloatFormat;
-use quant_kernels_cuda::linear::{InputType, LinearExpertsPlan, LinearVariant, Output, Parts};
+use quant_kernels_cuda::linear::{Chunks, InputType, LinearExpertsPlan, LinearVariant, Output, Parts};
 use quant_ptx_interpreter::{BlockOrder, Options, WarpOrder};
 
 use self::layer::{Layer, NO_TOKEN};
@@ -142,17 +142,17 @@ fn every_block_gives_the_same_bits() {
         return;
     }
     let shape = [136, 2176];
-    assert_eq!(Parts::of(shape), Parts { chunks: 2, halved: true });
+    assert_eq!(Parts::of(shape), Parts { chunks: 4 });
     for layer in layers(&[5, 0, 21, 1], shape, 11) {
         let expected = layer.one_by_one();
         let planned = layer.plan().variant;
         let mut seen = Vec::new();
         for m in [1, 9, 17, 33, 65] {
             let of = LinearVariant::choose_experts(planned.scheme, shape, [1, m], &crate::DEVICE);
-            for (sets, serial) in [(2, false), (1, false), (1, true)] {
+            for chunks in [Chunks::Blocks, Chunks::Registers, Chunks::Shared] {
                 let mut variant = of;
-                (variant.serial, variant.shape.sets) = (serial, sets);
-                if sets > of.shape.sets || seen.contains(&variant) {
+                variant.chunks = chunks;
+                if seen.contains(&variant) || variant.shared_bytes() > crate::DEVICE.shared_of_block {
                     continue;
                 }
                 seen.push(variant);
