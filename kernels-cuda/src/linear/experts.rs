@@ -272,3 +272,164 @@ impl LinearExpertsPlan {
         ])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use quant_kernels_cpu::ScaleType;
+
+    use super::*;
+    use crate::compile::Architecture;
+    use crate::layout::Order;
+
+    fn region(address: u64, bytes: usize) -> Region {
+        Region { address, bytes: bytes as u64 }
+    }
+
+    fn layout() -> WeightLayout {
+        WeightLayout::from_parts([768, 2048], 4, 128, ScaleType::F16, None, Order::Float, false).unwrap()
+    }
+
+    fn plan(experts: usize, tokens: usize, rows: usize) -> Result<LinearExpertsPlan, KernelError> {
+        let shape = LinearExpertsShape { experts, tokens, rows };
+        let device = PlanLimits::of(Architecture::Sm90);
+        LinearExpertsPlan::new(&layout(), InputType::F16, Output::F16, &shape, &device)
+    }
+
+    #[test]
+    fn the_grid_has_the_tiles_of_every_routing() {
+        let row_tiles = 6;
+        for (experts, rows) in [(1, 5), (128, 8), (128, 128), (128, 4096), (3, 1000), (128, 0)] {
+            let plan = plan(experts, rows.max(1), rows).unwrap();
+            let of_tile = plan.variant.shape.tokens();
+            assert_eq!(plan.launch.grid[0] % row_tiles, 0);
+            let most = (plan.launch.grid[0] / row_tiles) as usize;
+            // As many tiles as possible: one row for each expert, and the others for one of them.
+            let touched = experts.min(rows);
+            let tiles = if touched == 0 { 0 } else { (rows - touched + 1).div_ceil(of_tile) + touched - 1 };
+            assert_eq!(most, tiles, "{experts} experts, {rows} rows");
+            assert_eq!(plan.chunks, 2);
+            assert_eq!(plan.workspace_bytes > 0, plan.launch.grid[1] == 2 && rows > 0);
+        }
+    }
+
+    #[test]
+    fn blocks_suit_the_rows_of_an_expert() {
+        for (rows, tokens) in [(8, 8), (128, 8), (1024, 16), (4096, 64), (1 << 20, 64)] {
+            assert_eq!(plan(128, rows, rows).unwrap().variant.shape.tokens(), tokens, "{rows}");
+        }
+        // A single expert has all rows.
+        assert_eq!(plan(1, 16, 16).unwrap().variant.shape.tokens(), 16);
+    }
+
+    #[test]
+    fn invalid_shapes_are_reported() {
+        assert!(plan(0, 1, 1).unwrap_err().to_string().contains("at least one expert"));
+        for (experts, tokens, rows) in [
+            (1, 1, usize::MAX),
+            (usize::MAX, 1, 1),
+            (usize::MAX, 1, 0),
+            (1 << 32, 1, 8),
+            (1, 1 << 32, 1),
+            (1 << 20, 1, 1 << 29),
+        ] {
+            let error = plan(experts, tokens, rows).unwrap_err();
+            assert!(matches!(error, KernelError::TooLarge(_)), "{experts} {tokens} {rows}: {error}");
+        }
+        let plan = plan(4, 3, 6).unwrap();
+        let (shape, layout) = (LinearExpertsShape { experts: 4, tokens: 3, rows: 6 }, layout());
+        let mut variant = plan.variant;
+        variant.experts = false;
+        assert!(LinearExpertsPlan::of_variant(variant, &layout, &shape).is_err());
+        assert!(super::super::LinearPlan::of_variant(variant, &layout, 6).is_ok());
+        assert!(super::super::LinearPlan::of_variant(plan.variant, &layout, 6).is_err());
+    }
+
+    #[test]
+    fn invalid_routings_are_reported() {
+        let plan = plan(4, 3, 6).unwrap();
+        let tokens = [0, 1, 2, 2, 1, 0];
+        let check = |starts: &[u32], tokens: &[u32]| plan.check_routing(starts, Some(tokens));
+        assert_eq!(check(&[0, 2, 2, 5, 6], &tokens), Ok(()));
+        assert_eq!(check(&[0, 0, 0, 0, 0], &[]), Ok(()));
+        assert_eq!(plan.check_routing(&[0, 6, 6, 6, 6], None), Ok(()));
+        // Tokens of unused rows do not matter.
+        assert_eq!(check(&[0, 1, 1, 1, 2], &[0, 1, 9]), Ok(()));
+        for (starts, tokens) in [
+            (&[0, 2, 2, 6][..], &tokens[..]),
+            (&[0, 2, 2, 5, 6, 6], &tokens),
+            (&[1, 2, 2, 5, 6], &tokens),
+            (&[0, 3, 2, 5, 6], &tokens),
+            (&[0, 2, 2, 5, 7], &tokens),
+            (&[0, 2, 2, 5, 6], &tokens[..5]),
+            (&[0, 2, 2, 5, 6], &[0, 1, 2, 3, 1, 0]),
+        ] {
+            assert!(check(starts, tokens).is_err(), "{starts:?} {tokens:?}");
+        }
+    }
+
+    #[test]
+    fn descriptors_have_the_addresses_of_sections() {
+        let layout = layout();
+        let good = ExpertRegions { weight: region(0x1000, layout.bytes()), bias: region(0x20, 4 * 768) };
+        let none = ExpertRegions { weight: region(0x20_0000, layout.bytes()), bias: Region::NONE };
+        let bytes = expert_descriptors(&layout, &[good, none]).unwrap();
+        let words: Vec<u64> =
+            bytes.chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().unwrap())).collect();
+        assert_eq!(bytes.len(), 2 * EXPERT_BYTES);
+        let parameters = layout.section(Section::Parameters) as u64;
+        assert_eq!((words[0], words[1], words[5]), (0x1000, 0x1000 + parameters, 0x20));
+        assert_eq!((words[6], words[11]), (0x20_0000, 0));
+        for bad in [
+            ExpertRegions { weight: region(0x1000, layout.bytes() - 1), ..good },
+            ExpertRegions { weight: region(0x1010, layout.bytes()), ..good },
+            ExpertRegions { weight: Region::NONE, ..good },
+            ExpertRegions { bias: region(0x20, 4 * 768 - 1), ..good },
+            ExpertRegions { bias: region(0x22, 4 * 768), ..good },
+        ] {
+            assert!(expert_descriptors(&layout, &[none, bad]).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn mismatched_arguments_are_reported() {
+        let plan = plan(4, 3, 6).unwrap();
+        let good = LinearExpertsArguments {
+            experts: region(0x10, 4 * EXPERT_BYTES),
+            starts: region(0x4, 20),
+            token_of: region(0x4, 24),
+            factors: region(0x4, 24),
+            x: region(0x10, 3 * 4096),
+            x_stride: 2048,
+            x_scales: Region::NONE,
+            x_zero: 0,
+            out: region(0x2, 6 * 1536),
+            out_stride: 768,
+            tickets: region(0x100, plan.ticket_bytes),
+            workspace: region(0x200, plan.workspace_bytes),
+        };
+        let arguments = plan.arguments(&good).unwrap();
+        assert_eq!(arguments[9..13], [4, 6, 3, 768].map(Argument::U32));
+        assert!(plan.arguments(&LinearExpertsArguments { factors: Region::NONE, ..good }).is_ok());
+        let bad = [
+            LinearExpertsArguments { experts: region(0x10, 4 * EXPERT_BYTES - 1), ..good },
+            LinearExpertsArguments { experts: region(0x8, 4 * EXPERT_BYTES), ..good },
+            LinearExpertsArguments { starts: region(0x4, 16), ..good },
+            LinearExpertsArguments { token_of: region(0x4, 20), ..good },
+            // There are fewer tokens than rows.
+            LinearExpertsArguments { token_of: Region::NONE, ..good },
+            LinearExpertsArguments { factors: region(0x4, 20), ..good },
+            LinearExpertsArguments { factors: region(0x2, 24), ..good },
+            LinearExpertsArguments { x: region(0x10, 3 * 4096 - 1), ..good },
+            LinearExpertsArguments { x_stride: 2044, ..good },
+            LinearExpertsArguments { x_stride: 1 << 31, x: region(0x10, usize::MAX / 2), ..good },
+            LinearExpertsArguments { x_zero: 1, ..good },
+            LinearExpertsArguments { out: region(0x2, 6 * 1536 - 1), ..good },
+            LinearExpertsArguments { out_stride: 767, ..good },
+            LinearExpertsArguments { tickets: Region::NONE, ..good },
+            LinearExpertsArguments { workspace: region(0x200, plan.workspace_bytes - 1), ..good },
+        ];
+        for (i, bad) in bad.iter().enumerate() {
+            assert!(plan.arguments(bad).is_err(), "{i}");
+        }
+    }
+}

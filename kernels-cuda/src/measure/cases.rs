@@ -1,9 +1,9 @@
-//! The measured cases: kernels on shapes of Llama 3 8B and 70B.
+//! The measured cases: kernels on shapes of Llama 3 8B and 70B, and of the experts of Qwen3-30B-A3B.
 
 use quant_kernels_cpu::attention::KvType;
 use quant_kernels_cpu::{FloatFormat, KernelError, ScaleType};
 
-use super::Ceilings;
+use super::{Ceilings, experts};
 use crate::activation::{ActivationArguments, ActivationShape, Float, RowSource};
 use crate::attention::{self, AppendArguments, AppendShape, DecodeArguments, DecodeShape, KvPageLayout};
 use crate::compile::Variant;
@@ -44,12 +44,12 @@ pub struct Case {
     pub(super) variant: Variant,
     pub(super) launch: LaunchShape,
     pub(super) buffers: Vec<Buffer>,
-    arguments: Box<Arguments>,
+    pub(super) arguments: Box<Arguments>,
 }
 
-type Arguments = dyn Fn(&[u64]) -> Result<Vec<Argument>, KernelError>;
+pub(super) type Arguments = dyn Fn(&[u64]) -> Result<Vec<Argument>, KernelError>;
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Buffer {
     pub(super) bytes: usize,
     pub(super) fill: Fill,
@@ -57,7 +57,7 @@ pub(super) struct Buffer {
     pub(super) turns: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Fill {
     Zeros,
     Random,
@@ -69,6 +69,10 @@ pub(super) enum Fill {
     Counted,
     /// The same u32 repeated.
     Words(u32),
+    /// These numbers.
+    Numbers(Vec<u32>),
+    /// The descriptors of experts whose weights have this layout, one after another in the first buffer.
+    Descriptors(WeightLayout),
 }
 
 impl Case {
@@ -89,7 +93,7 @@ impl Case {
     }
 }
 
-fn region(address: u64, bytes: usize) -> Region {
+pub(super) fn region(address: u64, bytes: usize) -> Region {
     Region { address, bytes: bytes as u64 }
 }
 
@@ -136,6 +140,7 @@ pub fn cases(device: &PlanLimits) -> Result<Vec<Case>, KernelError> {
             }
         }
     }
+    cases.extend(experts::cases(device)?);
     for kind in [KvType::Kv4, KvType::Kv8, KvType::F16] {
         for (sequences, tokens) in [(1, 65_536), (16, 4096), (64, 1024), (64, 4096), (256, 1024)] {
             cases.push(decode(kind, sequences, tokens)?);

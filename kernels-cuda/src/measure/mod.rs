@@ -7,6 +7,7 @@
 
 mod cases;
 mod ceilings;
+mod experts;
 
 use std::path::Path;
 
@@ -107,11 +108,11 @@ impl Meter {
         let mut addresses = vec![0; case.buffers.len()];
         let mut work = Vec::new();
         for turn in 0..turns {
-            for (address, buffer) in addresses.iter_mut().zip(&case.buffers) {
+            for (i, buffer) in case.buffers.iter().enumerate() {
                 if turn == 0 || buffer.turns {
                     let bytes = Memory::filled(buffer.bytes, 0)?;
-                    self.fill(&bytes, buffer)?;
-                    *address = bytes.region().address;
+                    self.fill(&bytes, buffer, &addresses)?;
+                    addresses[i] = bytes.region().address;
                     memory.push(bytes);
                 }
             }
@@ -153,11 +154,18 @@ impl Meter {
         Ok(Times { seconds })
     }
 
-    fn fill(&self, to: &Memory, buffer: &Buffer) -> Result<()> {
+    /// Fills a buffer. `addresses` has the addresses of the buffers before it.
+    fn fill(&self, to: &Memory, buffer: &Buffer, addresses: &[u64]) -> Result<()> {
         let words = to.len() as u32 / 4;
         match buffer.fill {
+            Fill::Numbers(ref numbers) => to.write(0, &bytes_of(numbers)),
+            Fill::Descriptors(ref layout) => {
+                let experts = to.len() / linear::EXPERT_BYTES;
+                let bytes = experts::descriptors(layout, experts, addresses[0]).map_err(Error::Operands)?;
+                to.write(0, &bytes)
+            }
             Fill::Zeros => Ok(()),
-            Fill::Counted => to.write(0, &(0..words).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()),
+            Fill::Counted => to.write(0, &bytes_of(&(0..words).collect::<Vec<u32>>())),
             Fill::Words(word) => to.write(0, &word.to_le_bytes().repeat(words as usize)),
             Fill::Random => repeat(to, &self.random),
             Fill::Floats => self.fill_halves(to, 0x8f, 0x34),
@@ -177,6 +185,10 @@ fn repeat(to: &Memory, block: &[u8]) -> Result<()> {
     (0..to.len())
         .step_by(block.len().max(1))
         .try_for_each(|at| to.write(at, &block[..block.len().min(to.len() - at)]))
+}
+
+fn bytes_of(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
 fn random_bytes() -> Vec<u8> {
