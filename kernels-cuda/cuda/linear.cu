@@ -106,6 +106,9 @@ struct Arguments {
     const u32 *token_of;
     const float *factors;
     u32 first, tokens, block;
+    const struct Expert *experts;
+    const u32 *starts;
+    u32 expert, all_rows;
 };
 
 #include "linear_experts.cuh"
@@ -118,13 +121,13 @@ constexpr u32 NEIGHBOURS = 8;
 
 INLINE void compute_tile(const Arguments &p) {
     extern __shared__ __align__(128) u8 shared[];
-    const u32 m = p.m, n = p.n, k = p.k, chunks = p.chunks;
+    const u32 n = p.n, k = p.k, chunks = p.chunks;
     // The broadcast tells the compiler that the value is the same in all lanes.
     const u32 warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
     // Consecutive blocks process NEIGHBOURS token tiles of one row tile, then the same token tiles of the next row
     // tile, and so on.
-    const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
+    const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (p.m + TOKENS - 1) / TOKENS;
     const u32 block = EXPERTS ? p.block : blockIdx.x;
     const u32 band = block / (NEIGHBOURS * row_tiles), in_band = block % (NEIGHBOURS * row_tiles);
     const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
@@ -242,13 +245,14 @@ INLINE void compute_tile(const Arguments &p) {
             }
         }
     }
+    const Arguments again = EXPERTS ? read_again(p) : p;
     // Shared memory is free for other data from here on.
     __syncthreads();
     if (!SERIAL && chunks > 1) {
-        const u32 tokens = min(m - token, (u32)TOKENS);
-        if (!join_chunks(p, shared, totals, blockIdx.x, blockIdx.y, tokens, warp, token_warp, lane)) return;
+        const u32 tokens = min(again.m - token, (u32)TOKENS);
+        if (!join_chunks(again, shared, totals, blockIdx.x, blockIdx.y, tokens, warp, token_warp, lane)) return;
     }
-    write_out(p, shared, totals, row_block * 16, token, row_warp, token_warp, lane);
+    write_out(again, shared, totals, row_block * 16, token, row_warp, token_warp, lane);
 }
 
 // Grid: [row tiles · token tiles, chunks (1 if SERIAL)]; src/linear/plan.rs computes the sizes of the buffers.
@@ -270,15 +274,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const u32 row_tiles = (n + ROWS - 1) / ROWS;
     Place place;
     if (!find_expert(place, starts, count, rows, blockIdx.x / row_tiles, threadIdx.x % 32)) return;
-    const Expert expert = experts[place.expert];
-    const Arguments p = {global(expert.codes),     global(expert.parameters), global(expert.row_scales),
-                         global(expert.row_zeros), global(expert.row_sums),   x,
-                         x_scales,                 global(expert.bias),       out,
-                         partials,                 tickets,                   place.rows,
-                         n,                        k,                         x_stride,
-                         out_stride,               chunks,                    middle,
-                         x_zero,                   token_of,                  factors,
-                         place.first,              tokens,                    blockIdx.x - place.tile * row_tiles};
+    const Expert &expert = experts[place.expert];
+    // What only the end needs is read there.
+    const Arguments p = {global(expert.codes),
+                         global(expert.parameters),
+                         0,
+                         global(expert.row_zeros),
+                         0,
+                         x,
+                         x_scales,
+                         0,
+                         out,
+                         partials,
+                         tickets,
+                         place.rows,
+                         n,
+                         k,
+                         x_stride,
+                         out_stride,
+                         chunks,
+                         middle,
+                         x_zero,
+                         token_of,
+                         factors,
+                         place.first,
+                         tokens,
+                         blockIdx.x - place.tile * row_tiles,
+                         experts,
+                         starts,
+                         place.expert,
+                         rows};
     compute_tile(p);
 }
 #endif

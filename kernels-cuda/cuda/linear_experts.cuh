@@ -65,6 +65,21 @@ INLINE bool find_expert(Place &to, const u32 *starts, u32 experts, u32 rows, u32
     }
 }
 
+// The arguments for the end of a block. The addresses and numbers of the expert are read again, so that they occupy no
+// registers before.
+INLINE Arguments read_again(const Arguments &p) {
+    const Expert &expert = p.experts[p.expert];
+    Arguments end = p;
+    end.row_scales = global(expert.row_scales);
+    end.row_sums = global(expert.row_sums);
+    end.bias = global(expert.bias);
+    Place place;
+    rows_of(place, p.starts, p.expert, p.all_rows);
+    end.first = place.first;
+    end.m = place.rows;
+    return end;
+}
+
 // The token of a row of the expert; NO_TOKEN if there is none, which stands for activations of zero.
 INLINE u32 token_of(const Arguments &p, u32 row) {
     const u32 at = p.first + row, token = p.token_of ? p.token_of[at] : at;

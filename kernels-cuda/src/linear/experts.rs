@@ -307,8 +307,8 @@ mod tests {
             let touched = experts.min(rows);
             let tiles = if touched == 0 { 0 } else { (rows - touched + 1).div_ceil(of_tile) + touched - 1 };
             assert_eq!(most, tiles, "{experts} experts, {rows} rows");
-            assert_eq!(plan.chunks, 2);
-            assert_eq!(plan.workspace_bytes > 0, plan.launch.grid[1] == 2 && rows > 0);
+            assert_eq!(plan.chunks, 4);
+            assert_eq!(plan.workspace_bytes > 0, plan.launch.grid[1] == 4 && rows > 0);
         }
     }
 

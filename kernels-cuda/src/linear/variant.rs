@@ -54,6 +54,8 @@ const SHAPES: [[usize; 3]; 5] = [[1, 1, 5], [1, 2, 4], [2, 2, 2], [2, 4, 2], [2,
 const FEW_TOKENS: usize = 16;
 /// The number of shapes whose float sums fit in registers.
 const FLOAT_SHAPES: usize = 4;
+/// Tiles of tokens per warp in the last of these shapes.
+const MANY_TILES: usize = 4;
 /// Output features per block, in every shape.
 pub const BLOCK_ROWS: usize = 128;
 
@@ -223,7 +225,7 @@ impl LinearVariant {
     /// memory, and otherwise the largest that fits. With many tokens, one block may compute all chunks one after
     /// another.
     pub fn choose(scheme: KernelScheme, shape: [usize; 2], m: usize, device: &PlanLimits) -> Self {
-        Self::of_products(scheme, shape, [1, m], device)
+        Self::of_products(scheme, shape, [1, m], false, device)
     }
 
     /// Chooses the variant for `rows` rows of results, which a routing distributes among at most `experts` experts: the
@@ -238,7 +240,7 @@ impl LinearVariant {
         let mean = rows.div_ceil(experts);
         // Two standard deviations more: an expert's number of rows is about Poisson distributed.
         let most = mean.saturating_add(2 * mean.isqrt()).min(rows);
-        Self { experts: true, ..Self::of_products(scheme, shape, [experts, most], device) }
+        Self::of_products(scheme, shape, [experts, most], true, device)
     }
 
     /// Chooses the variant for a number of products in one launch, each with `m` tokens.
@@ -246,6 +248,7 @@ impl LinearVariant {
         scheme: KernelScheme,
         [n, k]: [usize; 2],
         [products, m]: [usize; 2],
+        experts: bool,
         device: &PlanLimits,
     ) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
@@ -261,14 +264,18 @@ impl LinearVariant {
                 (false, _) => &[Chunks::Blocks],
                 // Integers are summed over all of k, so nothing is kept.
                 (true, true) => &[Chunks::Registers],
+                (true, false) if experts => &[Chunks::Shared, Chunks::Blocks],
                 (true, false) => &[Chunks::Shared, Chunks::Registers],
             };
             for &chunks in ways {
                 // Sums that are kept in registers leave room for one block only.
-                let resident = if chunks == Chunks::Registers && !scheme.whole { 1 } else { resident };
+                let kept = chunks == Chunks::Registers && !scheme.whole;
+                // So do the indices of tokens, next to the sums of many tokens.
+                let crowded = experts && !scheme.whole && token_tiles == MANY_TILES;
+                let resident = if kept || crowded { 1 } else { resident };
                 let shape =
                     BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, stages: 0, blocks: 1 };
-                let mut variant = Self { scheme, shape, chunks, experts: false };
+                let mut variant = Self { scheme, shape, chunks, experts };
                 let stage = Self::stage_bytes(&scheme, tokens);
                 let others = variant.bytes_beside_ring();
                 let share = (device.shared_of_multiprocessor / resident).min(device.shared_of_block + SYSTEM);

@@ -18,7 +18,7 @@ const OUTPUTS: [Output; 3] = [Output::F16, Output::Bf16, Output::F32];
 /// Numbers of rows per expert: for decoding, with empty experts at both ends, and for many tokens, with several tiles.
 const FEW: [usize; 7] = [0, 3, 0, 1, 17, 9, 0];
 const MANY: [usize; 4] = [70, 0, 1, 37];
-/// Rows and features do not fill tiles. Whole, in halves, and in two chunks of two halves.
+/// Rows and features do not fill tiles. In one chunk, in two, and in four.
 const SHAPES: [[usize; 2]; 3] = [[40, 416], [150, 1056], [133, 2080]];
 
 #[derive(Debug, Clone, Copy)]

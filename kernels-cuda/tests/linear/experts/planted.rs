@@ -136,9 +136,12 @@ fn wrong_experts_tiles_and_tokens() {
     let expected = outcome(&layer, &[]).unwrap();
     for place in [
         // The weights of a different expert.
-        ["const Expert expert = experts[place.expert];", "const Expert expert = experts[place.expert ^ 1];"],
+        [
+            "const Expert &expert = experts[place.expert];",
+            "const Expert &expert = experts[place.expert ^ 1];",
+        ],
         // The first token for all rows.
-        ["offset = (u64)from.token_of[i] *", "offset = (u64)(from.token_of[i] & 0) *"],
+        ["(u64)from.token_of[i] *", "(u64)(from.token_of[i] & 0) *"],
     ] {
         let got = outcome(&layer, &[place]).unwrap();
         assert!(got != expected, "{}", place[1]);
