@@ -11,7 +11,8 @@ use crate::machine::{launch_with, ready};
 use crate::problem::Problem;
 
 const N: usize = 256;
-const K: usize = 1024;
+/// One chunk.
+const K: usize = 896;
 
 /// With the bytes of an expert's weights.
 fn schemes() -> [(&'static str, Scheme, usize); 3] {
@@ -98,7 +99,7 @@ fn instructions_are_those_of_single_products_and_a_search() {
             let more = (counters.instructions as f64 - single as f64) / f64::from(warps);
             println!("{name}, {rows} rows: {more:.0} instructions more per warp");
             // The scale of a token is found again for each result.
-            let max = if name.contains("a16") { 300.0 } else { 600.0 };
+            let max = if name.contains("a16") { 310.0 } else { 600.0 };
             assert!(more < max, "{name}, {rows} rows: {more}");
         }
     }
