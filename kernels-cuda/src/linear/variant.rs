@@ -52,6 +52,8 @@ impl BlockShape {
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 5], [1, 2, 4], [2, 2, 2], [2, 4, 2], [2, 8, 1]];
 /// Up to this number of tokens per block, several blocks always share the chunks of `k`.
 const FEW_TOKENS: usize = 16;
+/// The number of tokens of the largest block.
+const MANY_TOKENS: usize = 128;
 /// The number of shapes whose float sums fit in registers.
 const FLOAT_SHAPES: usize = 4;
 /// Tiles of tokens per warp in the last of these shapes.
@@ -257,9 +259,18 @@ impl LinearVariant {
         let mut choice = holds.unwrap_or(shapes.len() - 1);
         loop {
             let [token_warps, token_tiles, resident] = shapes[choice];
+            // Tiles of 8-bit codes are twice as large, so fewer blocks have enough copies in flight.
+            let resident = if scheme.code_bits == 8 { resident.min(2) } else { resident };
             let tokens = 8 * token_warps * token_tiles;
             let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens)).saturating_mul(products);
-            let is_serial = tokens > FEW_TOKENS && parts.chunks > 1 && tiles >= device.multiprocessors;
+            // Integers need no memory for the sums of chunks, so a block computes all chunks even if that leaves some
+            // multiprocessors idle.
+            let enough = if scheme.whole && tokens == MANY_TOKENS {
+                device.multiprocessors / 3
+            } else {
+                device.multiprocessors
+            };
+            let is_serial = tokens > FEW_TOKENS && parts.chunks > 1 && tiles >= enough;
             let ways: &[Chunks] = match (is_serial, scheme.whole) {
                 (false, _) => &[Chunks::Blocks],
                 // Integers are summed over all of k, so nothing is kept.

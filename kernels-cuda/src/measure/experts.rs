@@ -102,7 +102,11 @@ fn case(
         buffer(EXPERTS * layout.bytes(), Fill::Random, true),
         buffer(EXPERTS * EXPERT_BYTES, Fill::Descriptors(layout), true),
         buffer(4 * starts.len(), Fill::Numbers(starts), false),
-        buffer(if gathers { 4 * rows } else { 0 }, Fill::Numbers(token_of), false),
+        buffer(
+            if gathers { 4 * rows } else { 0 },
+            Fill::Numbers(if gathers { token_of } else { Vec::new() }),
+            false,
+        ),
         buffer(if gathers { 0 } else { 4 * rows }, Fill::Words(0x3c00_0000), false),
         buffer(x, if is_float { Fill::Floats } else { Fill::Random }, false),
         buffer(if is_float { 0 } else { x_rows * 4 }, Fill::Words(0x3c00_0000), false),

@@ -26,13 +26,14 @@ pub fn changed(source: &Source, places: &[[&str; 2]]) -> &'static Source {
     Box::leak(Box::new(Source { name, text, headers: headers.leak() }))
 }
 
-/// Rows, features and tokens do not fill tiles; `k` has several chunks.
+/// Rows, features and tokens do not fill tiles.
 fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     let group = if k.is_multiple_of(128) { 128 } else { 32 };
     let case = Case::new([133, k], 4, group, Kind::F16, true, 31);
     let problem = Problem::float(case, InputType::F16, Output::F32, m, Draw::Typical, 32);
     let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, m, &DEVICE).unwrap();
-    assert!(plan.chunks > 1 && plan.launch.grid[1] == plan.chunks, "{}", plan.variant.name());
+    // Several chunks, except in short rows.
+    assert_eq!((plan.chunks > 1, plan.launch.grid[1]), (k > 1000, plan.chunks), "{}", plan.variant.name());
     (problem, plan)
 }
 
@@ -88,13 +89,13 @@ fn without_a_bug_nothing_is_found() {
 fn a_missing_barrier() {
     let without = [[WAIT, WAIT_ALONE]];
     let kinds = [FaultKind::SharedRace, FaultKind::InFlight, FaultKind::NotVisible];
-    is_found(&without, &kinds, "ldmatrix", "shared");
+    is_found(&without, &kinds, "ld", "shared");
 }
 
 #[test]
 fn too_short_a_wait() {
     let without = [[WAIT, LATE_WAIT]];
-    is_found(&without, &[FaultKind::InFlight], "ldmatrix", "shared");
+    is_found(&without, &[FaultKind::InFlight], "ld", "shared");
 }
 
 #[test]
@@ -148,10 +149,12 @@ fn a_missing_guard_of_results() {
     is_found(&without, &[FaultKind::OutOfBounds], "st.global", "out");
 }
 
+/// The last tile is in the first slot of the ring, whose memory results are reordered in.
 #[test]
 fn a_missing_barrier_behind_the_ring() {
     let without = [["    // Shared memory is free for other data from here on.\n    __syncthreads();\n", ""]];
-    is_found(&without, &[FaultKind::SharedRace], "st.shared", "shared");
+    assert_eq!(problem(13, 512).1.variant.shape.stages, 3);
+    is_found_of(&without, 13, 512, &[FaultKind::SharedRace], "st.shared", "shared");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Every scheme with ragged shapes, and with values at the limits of their ranges.
 
 use quant_kernels_cuda::compile::Architecture;
-use quant_kernels_cuda::linear::{InputType, LinearPlan, Output, PlanLimits};
+use quant_kernels_cuda::linear::{InputType, KernelScheme, LinearPlan, LinearVariant, Output, PlanLimits};
 
 use crate::DEVICE;
 use crate::cases::{Case, Kind};
@@ -192,14 +192,11 @@ fn a_deep_ring() {
         Problem::float(case(Kind::F16), InputType::Bf16, Output::F16, 40, Draw::Typical, 9),
         Problem::int8(case(Kind::Progressive), Output::F16, 11, None, Draw::Typical, 9),
     ] {
-        let plan =
-            LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &device).unwrap();
-        let tiles = problem.layout.tiles().div_ceil(2 * plan.chunks as usize);
-        assert!(
-            plan.variant.shape.stages >= 5 && tiles > plan.variant.shape.stages,
-            "{}",
-            plan.variant.name()
-        );
+        let scheme = KernelScheme::new(&problem.layout, problem.activation, problem.output).unwrap();
+        let mut variant = LinearVariant::choose(scheme, problem.case.shape, problem.m, &device);
+        variant.shape.stages = 6;
+        let plan = LinearPlan::of_variant(variant, &problem.layout, problem.m).unwrap();
+        assert!(problem.layout.tiles().div_ceil(plan.chunks as usize) > 6, "{}", variant.name());
         problem.check(&launch(&problem, &plan));
     }
 }
