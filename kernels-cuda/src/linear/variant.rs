@@ -275,13 +275,14 @@ impl LinearVariant {
                 (false, _) => &[Chunks::Blocks],
                 // Integers are summed over all of k, so nothing is kept.
                 (true, true) => &[Chunks::Registers],
-                (true, false) if experts => &[Chunks::Shared, Chunks::Blocks],
+                // The indices of tokens leave no registers for sums that are kept.
+                (true, false) if experts => &[Chunks::Shared],
                 (true, false) => &[Chunks::Shared, Chunks::Registers],
             };
             for &chunks in ways {
                 // Sums that are kept in registers leave room for one block only.
                 let kept = chunks == Chunks::Registers && !scheme.whole;
-                // So do the indices of tokens, next to the sums of many tokens.
+                // So do the indices of tokens next to the sums of many tokens.
                 let crowded = experts && !scheme.whole && token_tiles == MANY_TILES;
                 let resident = if kept || crowded { 1 } else { resident };
                 let shape =
