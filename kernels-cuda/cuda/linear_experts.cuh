@@ -80,7 +80,7 @@ INLINE Arguments read_again(const Arguments &p) {
     return end;
 }
 
-// The token of a row of the expert; NO_TOKEN if there is none, which stands for activations of zero.
+// The token of a row of the expert, or NO_TOKEN, which stands for activations of zero.
 INLINE u32 token_of(const Arguments &p, u32 row) {
     const u32 at = p.first + row, token = p.token_of ? p.token_of[at] : at;
     return token < p.tokens ? token : NO_TOKEN;
