@@ -121,13 +121,13 @@ constexpr u32 NEIGHBOURS = 8;
 
 INLINE void compute_tile(const Arguments &p) {
     extern __shared__ __align__(128) u8 shared[];
-    const u32 n = p.n, k = p.k, chunks = p.chunks;
+    const u32 m = p.m, n = p.n, k = p.k, chunks = p.chunks;
     // The broadcast tells the compiler that the value is the same in all lanes.
     const u32 warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
     // Consecutive blocks process NEIGHBOURS token tiles of one row tile, then the same token tiles of the next row
     // tile, and so on.
-    const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (p.m + TOKENS - 1) / TOKENS;
+    const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
     const u32 block = EXPERTS ? p.block : blockIdx.x;
     const u32 band = block / (NEIGHBOURS * row_tiles), in_band = block % (NEIGHBOURS * row_tiles);
     const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
@@ -245,7 +245,11 @@ INLINE void compute_tile(const Arguments &p) {
             }
         }
     }
-    const Arguments again = EXPERTS ? read_again(p) : p;
+#if EXPERTS
+    const Arguments again = read_again(p);
+#else
+    const Arguments &again = p;
+#endif
     // Shared memory is free for other data from here on.
     __syncthreads();
     if (!SERIAL && chunks > 1) {

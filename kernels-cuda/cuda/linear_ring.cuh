@@ -58,11 +58,12 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
     for (int i = 0; i < X_COPIES; i++) {
         if (TOKENS < X_ROWS && row >= TOKENS) break;
         bool there = i * X_ROWS < from.tokens && valid > 0;
-        const u8 *x = there ? from.x + i * from.x_step : p.x;
+        u64 offset = i * from.x_step;
         if (EXPERTS) {
             there = from.token_of[i] != NO_TOKEN && valid > 0;
-            x = there ? from.x + (u64)from.token_of[i] * (p.x_stride * (FLOAT ? 2 : 1)) : p.x;
+            offset = (u64)from.token_of[i] * (p.x_stride * (FLOAT ? 2 : 1));
         }
+        const u8 *x = there ? from.x + offset : p.x;
         copy_async_16(slot + X_AT + (row + i * X_ROWS) * X_ROW + place * 16, x, there ? valid : 0);
     }
     from.x += X_ROW;

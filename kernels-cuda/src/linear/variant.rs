@@ -280,11 +280,15 @@ impl LinearVariant {
                 (true, false) => &[Chunks::Shared, Chunks::Registers],
             };
             for &chunks in ways {
-                // Sums that are kept in registers leave room for one block only.
-                let kept = chunks == Chunks::Registers && !scheme.whole;
-                // So do the indices of tokens next to the sums of many tokens.
-                let crowded = experts && !scheme.whole && token_tiles == MANY_TILES;
-                let resident = if kept || crowded { 1 } else { resident };
+                let resident = match (chunks, experts) {
+                    _ if scheme.whole => resident,
+                    // Sums that are kept in registers leave room for one block only.
+                    (Chunks::Registers, _) => 1,
+                    // Next to the sums of several tiles of tokens, so do the indices of tokens.
+                    (_, true) if token_tiles == MANY_TILES => 1,
+                    (_, true) if tokens == FEW_TOKENS => resident.min(3),
+                    _ => resident,
+                };
                 let shape =
                     BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, stages: 0, blocks: 1 };
                 let mut variant = Self { scheme, shape, chunks, experts };

@@ -141,7 +141,7 @@ fn wrong_experts_tiles_and_tokens() {
             "const Expert &expert = experts[place.expert ^ 1];",
         ],
         // The first token for all rows.
-        ["(u64)from.token_of[i] *", "(u64)(from.token_of[i] & 0) *"],
+        ["offset = (u64)from.token_of[i] *", "offset = (u64)(from.token_of[i] & 0) *"],
     ] {
         let got = outcome(&layer, &[place]).unwrap();
         assert!(got != expected, "{}", place[1]);
