@@ -266,13 +266,14 @@ fn what_they_cost() {
     if !ready() {
         return;
     }
-    let (n, k) = (256, 1024);
+    // One chunk, so that no sums pass through the workspace.
+    let (n, k) = (256, 896);
     for (format, group, kind, activation, max) in [
         (E2M1, 16, Kind::E4m3, InputType::F16, 11),
         (E2M1, 32, Kind::E8m0, InputType::F16, 11),
         (E2M1, 16, Kind::E4m3, InputType::Bf16, 17),
-        (E4M3, 1024, Kind::F32, InputType::F16, 10),
-        (E4M3, 1024, Kind::F32, InputType::Bf16, 18),
+        (E4M3, 896, Kind::F32, InputType::F16, 10),
+        (E4M3, 896, Kind::F32, InputType::Bf16, 18),
     ] {
         for m in [1, 16, 64] {
             let case = Case::float([n, k], format, group, kind, 41);
