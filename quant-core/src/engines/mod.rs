@@ -17,7 +17,7 @@ mod vllm;
 use crate::format::loaders::{self, Loader};
 
 pub use models::{Basis, Known};
-pub use outline::{FusedLayer, LayerKind, Outline, Part};
+pub use outline::{FusedLayer, FusedPart, LayerKind, Outline};
 
 /// The numbers of tensor-parallel ranks that are checked.
 pub const RANKS: [usize; 4] = [1, 2, 4, 8];

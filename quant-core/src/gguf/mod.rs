@@ -75,7 +75,7 @@ use serde_json::json;
 
 pub use curvature::Curvature;
 pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
-pub use imatrix::{Entry, Importance};
+pub use imatrix::{Importance, ImportanceEntry};
 pub use memory::{peak_memory, scratch_bytes};
 pub use mixture::{MIXTURES, Mixture, mixture};
 pub use plan::{GgufPlan, GgufRequest, PlannedTensor};

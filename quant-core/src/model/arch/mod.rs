@@ -58,7 +58,7 @@ pub use multimodal::Wrapper;
 pub use op::*;
 pub use query_keys::{ProducerRows, QueryKey};
 pub use recurrent::{Convolution, DeltaNet, Recurrent, RecurrentKind, StateSpace};
-pub use routing::{Correction, Groups, RouterScores, Routing};
+pub use routing::{Correction, Groups, RouterScores, RoutingRule};
 
 use crate::Result;
 use crate::checkpoint::{ConfigFields, TensorSource};
