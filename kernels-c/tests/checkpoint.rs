@@ -351,7 +351,7 @@ fn the_example_reads_every_container() {
     let here = scratch.path().join("0-awq");
     for (arguments, status, message) in [
         (vec![scratch.path().join("absent"), "a".into()], 1, "absent"),
-        (vec![here.clone(), "c".into()], 1, "`c`"),
+        (vec![here.clone(), "c".into()], 1, "no quantized linear of this name"),
         (vec![here], 2, "usage"),
     ] {
         let refused = std::process::Command::new(&program).args(arguments).output().unwrap();
