@@ -1,5 +1,9 @@
 //! The C interface of `quant-kernels-cpu`, which `include/quant_kernels.h` declares.
 //!
+//! ```c
+#![doc = include_str!("../examples/hello.c")]
+//! ```
+//!
 //! Functions check pointers, make slices of them, and call the kernels. All follow these rules:
 //!
 //! - Functions return a [`qz1_status`], write results through pointers, and on request write an error message to the

@@ -23,6 +23,14 @@ fn the_shortest_example_runs() {
 }
 
 #[test]
+fn the_readme_shows_the_shortest_example() {
+    let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
+    let readme = read("README.md");
+    let (_, program) = readme.split_once("```c\n").unwrap();
+    assert_eq!(program.split_once("```").unwrap().0, read("examples/hello.c"));
+}
+
+#[test]
 #[cfg(unix)]
 fn the_linear_example_runs() {
     runs("linear");

@@ -7,7 +7,7 @@ use std::error::Error;
 use std::sync::Arc;
 
 use quant_kernels_cpu::WeightView;
-use quant_kernels_cuda::standalone::{Activations, Launcher, Linear};
+use quant_kernels_cuda::standalone::{Activations, CudaLinear, Launcher};
 
 fn main() -> Result<(), Box<dyn Error>> {
     if let Err(missing) = quant_kernels_cuda::require_device() {
@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let view = WeightView::new([n, k], 4, group, &codes, &scales, None)?;
 
     let launcher = Arc::new(Launcher::new()?); // one for all linears
-    let linear = Linear::new(&view, Activations::Float, &launcher)?;
+    let linear = CudaLinear::new(&view, Activations::Float, &launcher)?;
     let mut out = vec![0.0; 2 * n];
     linear.multiply(&vec![0.5; 2 * k], &mut out)?;
     println!("{} bytes on {}: {:?}", linear.bytes(), launcher.device(), &out[..4]);

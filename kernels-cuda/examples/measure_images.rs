@@ -9,7 +9,7 @@
 
 use std::process::ExitCode;
 
-use quant_kernels_cuda::compile::Architecture;
+use quant_kernels_cuda::compile::GpuArchitecture;
 use quant_kernels_cuda::measure::compile_ahead;
 
 fn main() -> ExitCode {
@@ -28,8 +28,8 @@ fn main() -> ExitCode {
 }
 
 fn compile(directory: &str, names: &[String]) -> Result<(), String> {
-    let find = |name: &String| Architecture::ALL.into_iter().find(|a| a.to_string() == *name);
-    let architectures: Option<Vec<Architecture>> = names.iter().map(find).collect();
+    let find = |name: &String| GpuArchitecture::ALL.into_iter().find(|a| a.to_string() == *name);
+    let architectures: Option<Vec<GpuArchitecture>> = names.iter().map(find).collect();
     let architectures =
         architectures.ok_or_else(|| format!("expected architectures such as sm_90, got {names:?}"))?;
     let count = compile_ahead(directory.as_ref(), &architectures).map_err(|e| e.to_string())?;

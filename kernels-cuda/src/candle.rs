@@ -10,7 +10,7 @@
 //!
 //! use candle_core::{DType, Device, Module, Tensor};
 //! use quant_kernels_cpu::WeightView;
-//! use quant_kernels_cuda::candle::{Activations, PackedLinear, QuantizedLinear, Runner};
+//! use quant_kernels_cuda::candle::{Activations, DevicePackedLinear, QuantizedLinear, Runner};
 //! use quant_kernels_cuda::layout::Order;
 //!
 //! // Two output features, 32 input features: 4-bit codes with zero point 8, one scale per row.
@@ -18,7 +18,7 @@
 //! let view = WeightView::new([2, 32], 4, 32, &codes, &scales, None)?;
 //!
 //! let device = Device::new_cuda(0)?;
-//! let weight = Arc::new(PackedLinear::pack(&view, None, Order::Int8, false, &device)?);
+//! let weight = Arc::new(DevicePackedLinear::pack(&view, None, Order::Int8, false, &device)?);
 //! let runner = Runner::new(&device)?; // one for all linears
 //! let linear = QuantizedLinear::new(weight, Activations::PerToken, &runner)?;
 //!
@@ -50,14 +50,14 @@ use crate::tensor::{input, types};
 
 /// Packed weights `[n, k]` on a device.
 #[derive(Debug)]
-pub struct PackedLinear {
+pub struct DevicePackedLinear {
     layout: WeightLayout,
     bytes: CudaSlice<u8>,
     bias: Option<CudaSlice<f32>>,
     device: CudaDevice,
 }
 
-impl PackedLinear {
+impl DevicePackedLinear {
     /// Packs a view on the CPU and copies it to the device. Pass [`Order::Float`] for [`Activations::Float`], which FP4
     /// and FP8 weights require, and [`Order::Int8`] for the others. Set `sums` if activations may have a zero point.
     ///
@@ -149,7 +149,7 @@ impl Runner {
     fn call<T: DeviceRepr>(
         &self,
         call: &LinearCall,
-        weight: &PackedLinear,
+        weight: &DevicePackedLinear,
         x: &CudaSlice<T>,
         start: usize,
     ) -> Result<CudaSlice<T>> {
@@ -213,7 +213,7 @@ impl fmt::Debug for Runner {
 /// weights and the runner.
 #[derive(Debug, Clone)]
 pub struct QuantizedLinear {
-    weight: Arc<PackedLinear>,
+    weight: Arc<DevicePackedLinear>,
     activations: Activations,
     runner: Runner,
 }
@@ -227,7 +227,7 @@ impl QuantizedLinear {
     ///   were packed without them.
     /// - With [`Activations::Float`], `k` is not a multiple of 8.
     pub fn new(
-        weight: Arc<PackedLinear>,
+        weight: Arc<DevicePackedLinear>,
         activations: Activations,
         runner: &Runner,
     ) -> std::result::Result<Self, KernelError> {
@@ -241,7 +241,7 @@ impl QuantizedLinear {
     }
 
     /// The weights.
-    pub fn weight(&self) -> &Arc<PackedLinear> {
+    pub fn weight(&self) -> &Arc<DevicePackedLinear> {
         &self.weight
     }
 

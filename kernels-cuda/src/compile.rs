@@ -63,7 +63,7 @@ impl fmt::Display for Variant {
 /// The architecture that a kernel is compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
-pub enum Architecture {
+pub enum GpuArchitecture {
     /// A100.
     Sm80,
     /// GeForce RTX 30, A10.
@@ -76,7 +76,7 @@ pub enum Architecture {
     Sm120,
 }
 
-impl Architecture {
+impl GpuArchitecture {
     /// All supported architectures.
     pub const ALL: [Self; 5] = [Self::Sm80, Self::Sm86, Self::Sm89, Self::Sm90, Self::Sm120];
 
@@ -103,7 +103,7 @@ impl Architecture {
     }
 }
 
-impl fmt::Display for Architecture {
+impl fmt::Display for GpuArchitecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "sm_{}", self.number())
     }
@@ -114,7 +114,7 @@ impl fmt::Display for Architecture {
 pub enum Form {
     /// Text that the driver compiles for this architecture and all later ones.
     Ptx,
-    /// Machine code, for the devices of [`Architecture::runs_on`].
+    /// Machine code, for the devices of [`GpuArchitecture::runs_on`].
     Cubin,
 }
 
@@ -175,7 +175,7 @@ pub fn compiler_version() -> Result<[u32; 2]> {
     Ok([major, minor].map(|number| u32::try_from(number).unwrap_or(0)))
 }
 
-pub(crate) fn options(architecture: Architecture, form: Form) -> Vec<String> {
+pub(crate) fn options(architecture: GpuArchitecture, form: Form) -> Vec<String> {
     let kind = if form == Form::Ptx { "compute" } else { "sm" };
     let mut options = vec![
         format!("--gpu-architecture={kind}_{}", architecture.number()),
@@ -192,7 +192,7 @@ pub(crate) fn options(architecture: Architecture, form: Form) -> Vec<String> {
 ///
 /// # Errors
 /// When there is no compiler, it does not know the architecture, or it rejects the source; the error contains its log.
-pub fn compile(variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+pub fn compile(variant: &Variant, architecture: GpuArchitecture, form: Form) -> Result<Image> {
     let nvrtc = nvrtc()?;
     let mut options = options(architecture, form);
     options.extend(variant.defines.iter().map(|(name, value)| format!("--define-macro={name}={value}")));
@@ -338,14 +338,14 @@ mod tests {
 
     #[test]
     fn devices_get_what_they_run() {
-        let of = Architecture::of_device;
+        let of = GpuArchitecture::of_device;
         assert_eq!(of(7, 5), None);
-        assert_eq!(of(8, 0), Some(Architecture::Sm80));
-        assert_eq!(of(8, 7), Some(Architecture::Sm86));
-        assert_eq!(of(9, 0), Some(Architecture::Sm90));
-        assert_eq!(of(10, 0), Some(Architecture::Sm90));
-        assert_eq!(of(12, 1), Some(Architecture::Sm120));
-        assert!(Architecture::Sm86.runs_on(8, 9) && !Architecture::Sm89.runs_on(8, 6));
-        assert!(!Architecture::Sm90.runs_on(10, 0) && Architecture::Sm120.runs_on(12, 1));
+        assert_eq!(of(8, 0), Some(GpuArchitecture::Sm80));
+        assert_eq!(of(8, 7), Some(GpuArchitecture::Sm86));
+        assert_eq!(of(9, 0), Some(GpuArchitecture::Sm90));
+        assert_eq!(of(10, 0), Some(GpuArchitecture::Sm90));
+        assert_eq!(of(12, 1), Some(GpuArchitecture::Sm120));
+        assert!(GpuArchitecture::Sm86.runs_on(8, 9) && !GpuArchitecture::Sm89.runs_on(8, 6));
+        assert!(!GpuArchitecture::Sm90.runs_on(10, 0) && GpuArchitecture::Sm120.runs_on(12, 1));
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys;
 
-use crate::compile::{Architecture, Form, Image, Variant};
+use crate::compile::{Form, GpuArchitecture, Image, Variant};
 use crate::image_cache::{Compiler, ImageCache, Nvrtc};
 use crate::libraries::require_launch;
 use crate::{Error, Result};
@@ -63,10 +63,10 @@ impl DeviceLimits {
     ///
     /// # Errors
     /// When the device is older than every supported architecture.
-    pub fn target(&self) -> Result<(Architecture, Form)> {
+    pub fn target(&self) -> Result<(GpuArchitecture, Form)> {
         let [major, minor] = self.capability;
         let architecture =
-            Architecture::of_device(major, minor).ok_or(Error::DeviceTooOld { major, minor })?;
+            GpuArchitecture::of_device(major, minor).ok_or(Error::DeviceTooOld { major, minor })?;
         Ok((architecture, if architecture.runs_on(major, minor) { Form::Cubin } else { Form::Ptx }))
     }
 }
@@ -229,11 +229,11 @@ mod tests {
             DeviceLimits { capability, multiprocessors: 1, shared_of_block, shared_of_multiprocessor }
                 .target()
         };
-        assert_eq!(target([8, 0]), Ok((Architecture::Sm80, Form::Cubin)));
-        assert_eq!(target([8, 7]), Ok((Architecture::Sm86, Form::Cubin)));
-        assert_eq!(target([9, 0]), Ok((Architecture::Sm90, Form::Cubin)));
-        assert_eq!(target([10, 0]), Ok((Architecture::Sm90, Form::Ptx)));
-        assert_eq!(target([12, 1]), Ok((Architecture::Sm120, Form::Cubin)));
+        assert_eq!(target([8, 0]), Ok((GpuArchitecture::Sm80, Form::Cubin)));
+        assert_eq!(target([8, 7]), Ok((GpuArchitecture::Sm86, Form::Cubin)));
+        assert_eq!(target([9, 0]), Ok((GpuArchitecture::Sm90, Form::Cubin)));
+        assert_eq!(target([10, 0]), Ok((GpuArchitecture::Sm90, Form::Ptx)));
+        assert_eq!(target([12, 1]), Ok((GpuArchitecture::Sm120, Form::Cubin)));
         assert_eq!(target([7, 5]), Err(Error::DeviceTooOld { major: 7, minor: 5 }));
     }
 

@@ -1,6 +1,6 @@
 //! Errors of this crate.
 
-use crate::compile::Architecture;
+use crate::compile::GpuArchitecture;
 
 /// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -67,7 +67,7 @@ pub enum Error {
         /// The kernel.
         variant: String,
         /// The architecture that it was compiled for.
-        architecture: Architecture,
+        architecture: GpuArchitecture,
         /// The compiler's log.
         log: String,
     },
@@ -95,7 +95,7 @@ pub enum Error {
         /// The kernel.
         variant: String,
         /// The architecture that it was compiled for.
-        architecture: Architecture,
+        architecture: GpuArchitecture,
         /// The driver's message.
         reason: String,
     },

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::Result;
-use crate::compile::{self, Architecture, Form, Image, Variant};
+use crate::compile::{self, Form, GpuArchitecture, Image, Variant};
 
 /// The environment variable that names the directory. If it is empty, nothing is cached.
 pub const CACHE_DIRECTORY: &str = "QUANT_CUDA_CACHE";
@@ -36,7 +36,7 @@ pub trait Compiler {
     ///
     /// # Errors
     /// When there is no compiler, or it rejects the source.
-    fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image>;
+    fn compile(&self, variant: &Variant, architecture: GpuArchitecture, form: Form) -> Result<Image>;
 }
 
 /// The run-time compiler of CUDA.
@@ -48,7 +48,7 @@ impl Compiler for Nvrtc {
         compile::compiler_version()
     }
 
-    fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+    fn compile(&self, variant: &Variant, architecture: GpuArchitecture, form: Form) -> Result<Image> {
         compile::compile(variant, architecture, form)
     }
 }
@@ -83,7 +83,7 @@ impl<C: Compiler> ImageCache<C> {
     ///
     /// # Errors
     /// When the compiler fails, and the directory has no image of this variant from a different compiler version.
-    pub fn image(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+    pub fn image(&self, variant: &Variant, architecture: GpuArchitecture, form: Form) -> Result<Image> {
         let Some(directory) = &self.directory else {
             return self.compiler.compile(variant, architecture, form);
         };
@@ -131,7 +131,7 @@ fn directory_of(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
 
 /// Hashes everything that determines an image except the compiler. Lengths are included, so that a text cannot be
 /// divided differently.
-fn key(variant: &Variant, architecture: Architecture, form: Form) -> blake3::Hash {
+fn key(variant: &Variant, architecture: GpuArchitecture, form: Form) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
     let mut add = |text: &str| {
         hasher.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
@@ -226,7 +226,7 @@ impl<C: Compiler> Compiler for &C {
         (**self).version()
     }
 
-    fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+    fn compile(&self, variant: &Variant, architecture: GpuArchitecture, form: Form) -> Result<Image> {
         (**self).compile(variant, architecture, form)
     }
 }
@@ -262,7 +262,7 @@ mod tests {
             if self.fails { Err(Error::NvrtcMissing) } else { Ok(self.version) }
         }
 
-        fn compile(&self, variant: &Variant, architecture: Architecture, form: Form) -> Result<Image> {
+        fn compile(&self, variant: &Variant, architecture: GpuArchitecture, form: Form) -> Result<Image> {
             if self.refuses {
                 let log = "no such architecture".into();
                 return Err(Error::Compile { variant: variant.to_string(), architecture, log });
@@ -277,7 +277,7 @@ mod tests {
         Variant { source: &SOURCE, kernel: "k", defines: vec![("A", value.into())] }
     }
 
-    const SM: Architecture = Architecture::Sm80;
+    const SM: GpuArchitecture = GpuArchitecture::Sm80;
 
     #[test]
     fn an_image_is_compiled_once() {
@@ -308,7 +308,7 @@ mod tests {
             cache.image(&Variant { defines: Vec::new(), ..base.clone() }, SM, Form::Cubin),
             cache.image(&Variant { source: &OTHER, ..base.clone() }, SM, Form::Cubin),
             cache.image(&Variant { source: &SHIFTED, ..base.clone() }, SM, Form::Cubin),
-            cache.image(&base, Architecture::Sm90, Form::Cubin),
+            cache.image(&base, GpuArchitecture::Sm90, Form::Cubin),
             cache.image(&base, SM, Form::Ptx),
             newer.image(&base, SM, Form::Cubin),
         ];
@@ -388,7 +388,7 @@ mod tests {
         std::fs::write(newest, "damaged").unwrap();
         assert_eq!(log(), Ok("log of [12, 10]".into()));
         assert_eq!(cache.image(&variant("2"), SM, Form::Cubin), Err(Error::NvrtcMissing));
-        assert_eq!(cache.image(&variant("1"), Architecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
+        assert_eq!(cache.image(&variant("1"), GpuArchitecture::Sm86, Form::Cubin), Err(Error::NvrtcMissing));
         assert_eq!(cache.image(&variant("1"), SM, Form::Ptx), Err(Error::NvrtcMissing));
         assert_eq!(missing.compiled.get(), 0);
         // As if there were no compiler.

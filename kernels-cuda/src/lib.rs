@@ -8,12 +8,12 @@
 //! use std::sync::Arc;
 //!
 //! use quant_kernels_cpu::WeightView;
-//! use quant_kernels_cuda::standalone::{Activations, Linear, Launcher};
+//! use quant_kernels_cuda::standalone::{Activations, CudaLinear, Launcher};
 //!
 //! # let (codes, scales) = (vec![9; 256 * 512], vec![0.5; 256 * 4]);
 //! quant_kernels_cuda::require_device()?; // says what is missing
 //! let view = WeightView::new([256, 512], 4, 128, &codes, &scales, None)?;
-//! let linear = Linear::new(&view, Activations::Float, &Arc::new(Launcher::new()?))?;
+//! let linear = CudaLinear::new(&view, Activations::Float, &Arc::new(Launcher::new()?))?;
 //! let mut out = vec![0.0; 2 * 256];
 //! linear.multiply(&vec![1.0; 2 * 512], &mut out)?; // two rows, from and to main memory
 //! # Ok::<(), Box<dyn std::error::Error>>(())

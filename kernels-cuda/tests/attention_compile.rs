@@ -1,7 +1,7 @@
 //! Decoding uses exactly the expected number of tensor core instructions. Needs NVRTC, but no GPU.
 
 use quant_kernels_cuda::attention;
-use quant_kernels_cuda::compile::{Architecture, Form, compile};
+use quant_kernels_cuda::compile::{Form, GpuArchitecture, compile};
 
 mod support;
 
@@ -24,7 +24,7 @@ fn decoding_multiplies_on_tensor_cores() {
         let sums = usize::from(number("KV_BITS") != 16);
         // Two more per step before the loop, for the sums of queries.
         let expected = heads * (2 * steps + sums + 2 * sums * steps);
-        let image = compile(&entry.variant, Architecture::Sm80, Form::Ptx).unwrap();
+        let image = compile(&entry.variant, GpuArchitecture::Sm80, Form::Ptx).unwrap();
         let text = String::from_utf8(image.bytes).unwrap();
         assert_eq!(text.matches("mma.sync.aligned.m16n8k16").count(), expected, "{}", entry.variant);
         assert_eq!(text.matches("movmatrix.sync").count(), 2 * heads, "{}", entry.variant);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Module, Tensor};
 use quant_kernels_cpu::candle as cpu;
 use quant_kernels_cpu::{KernelError, Serial, StaticScale, WeightView};
-use quant_kernels_cuda::candle::{Activations, PackedLinear, QuantizedLinear, Runner};
+use quant_kernels_cuda::candle::{Activations, DevicePackedLinear, QuantizedLinear, Runner};
 use quant_kernels_cuda::layout::Order;
 
 const STATIC: Activations = Activations::Static(StaticScale { scale: 1.0 / 24.0, zero: -9 });
@@ -32,7 +32,7 @@ fn linears(device: &Device, activations: Activations) -> (QuantizedLinear, cpu::
     let view = WeightView::new(SHAPE, 4, 128, &codes, &scales, Some(&zeros)).unwrap();
     let order = if activations == Activations::Float { Order::Float } else { Order::Int8 };
     let sums = activations == STATIC;
-    let weight = Arc::new(PackedLinear::pack(&view, Some(&bias), order, sums, device).unwrap());
+    let weight = Arc::new(DevicePackedLinear::pack(&view, Some(&bias), order, sums, device).unwrap());
     let runner = Runner::new(device).unwrap();
     let on_cpu = quant_kernels_cpu::PackedLinear::pack(&view, Some(&bias), true, &Serial).unwrap();
     (

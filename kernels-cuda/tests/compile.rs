@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::process::Command;
 
-use quant_kernels_cuda::compile::{Architecture, Form, Image, Variant, compile};
+use quant_kernels_cuda::compile::{Form, GpuArchitecture, Image, Variant, compile};
 use quant_kernels_cuda::registry::{Entry, entries};
 use support::{has_nvrtc, is_there};
 
@@ -25,8 +25,8 @@ fn every() -> bool {
 }
 
 /// Some of every kernel.
-fn dealt(architecture: Architecture) -> Vec<Entry> {
-    let turn = Architecture::ALL.iter().position(|a| *a == architecture).unwrap();
+fn dealt(architecture: GpuArchitecture) -> Vec<Entry> {
+    let turn = GpuArchitecture::ALL.iter().position(|a| *a == architecture).unwrap();
     let all = every();
     let mut counts: HashMap<&str, usize> = HashMap::new();
     let mut entries = entries();
@@ -40,7 +40,7 @@ fn dealt(architecture: Architecture) -> Vec<Entry> {
 }
 
 /// Fails with all messages that `look` returns.
-fn check(architecture: Architecture, look: impl Fn(usize, &Entry, &Image) -> Result<(), String>) {
+fn check(architecture: GpuArchitecture, look: impl Fn(usize, &Entry, &Image) -> Result<(), String>) {
     let entries = dealt(architecture);
     let wrong: Vec<String> = entries
         .iter()
@@ -99,7 +99,7 @@ fn instructions(text: &str) -> Vec<String> {
     names.map(str::to_owned).collect()
 }
 
-fn check_all(architecture: Architecture) {
+fn check_all(architecture: GpuArchitecture) {
     if !has_nvrtc() {
         return;
     }
@@ -128,33 +128,33 @@ fn check_all(architecture: Architecture) {
 
 #[test]
 fn every_kernel_fits_sm_80() {
-    check_all(Architecture::Sm80);
+    check_all(GpuArchitecture::Sm80);
 }
 
 #[test]
 fn every_kernel_fits_sm_86() {
-    check_all(Architecture::Sm86);
+    check_all(GpuArchitecture::Sm86);
 }
 
 #[test]
 fn every_kernel_fits_sm_89() {
-    check_all(Architecture::Sm89);
+    check_all(GpuArchitecture::Sm89);
 }
 
 #[test]
 fn every_kernel_fits_sm_90() {
-    check_all(Architecture::Sm90);
+    check_all(GpuArchitecture::Sm90);
 }
 
 #[test]
 fn every_kernel_fits_sm_120() {
-    check_all(Architecture::Sm120);
+    check_all(GpuArchitecture::Sm120);
 }
 
 #[test]
 fn variants_are_distributed_to_all() {
     let all: Vec<Variant> = entries().into_iter().map(|e| e.variant).collect();
-    let dealt = Architecture::ALL.map(|a| dealt(a).into_iter().map(|e| e.variant).collect::<Vec<_>>());
+    let dealt = GpuArchitecture::ALL.map(|a| dealt(a).into_iter().map(|e| e.variant).collect::<Vec<_>>());
     let choices = |variants: &[Variant]| {
         let names =
             ["ACTIVATION", "CODE_BITS", "GROUP", "SOURCE", "ELEMENT", "THREADS", "KV_BITS", "HEAD_DIM"];
@@ -191,7 +191,7 @@ fn every_kernel_has_ptx() {
             continue;
         }
         seen.push(variant.source.name);
-        let of = || compile(&variant, Architecture::Sm80, Form::Ptx).unwrap();
+        let of = || compile(&variant, GpuArchitecture::Sm80, Form::Ptx).unwrap();
         let (image, again) = (of(), of());
         assert_eq!(image.bytes, again.bytes, "{variant}");
         let text = String::from_utf8(image.bytes).unwrap();

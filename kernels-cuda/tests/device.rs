@@ -278,7 +278,7 @@ fn linears_of_a_program_without_a_framework() {
     if !on_gpu() {
         return;
     }
-    use quant_kernels_cuda::standalone::{Activations, Launcher, Linear};
+    use quant_kernels_cuda::standalone::{Activations, CudaLinear, Launcher};
     let runner = Arc::new(Launcher::new().unwrap());
     let (n, m) = (70, 3);
     let by = StaticScale { scale: 0.03, zero: 5 };
@@ -295,7 +295,7 @@ fn linears_of_a_program_without_a_framework() {
         let view = WeightView::new([n, k], bits, group, &codes, &scales, Some(&zeros)).unwrap();
         let x: Vec<f32> =
             (0..m * k).map(|i| (number(i + 11, 2001) as f32 - 1000.0) * [1e-3, 1.0, 1e4][i / k]).collect();
-        let linear = Linear::new(&view, activations, &runner).unwrap();
+        let linear = CudaLinear::new(&view, activations, &runner).unwrap();
         let mut got = vec![f32::NAN; m * n];
         linear.multiply(&x, &mut got).unwrap();
 
@@ -332,5 +332,5 @@ fn linears_of_a_program_without_a_framework() {
     // The kernels do not support groups of 16 with integer codes.
     let (codes, scales) = (vec![1; 16 * 48], vec![1.0; 16 * 3]);
     let view = WeightView::new([16, 48], 4, 16, &codes, &scales, None).unwrap();
-    assert!(matches!(Linear::new(&view, Activations::Float, &runner), Err(Error::Operands(_))));
+    assert!(matches!(CudaLinear::new(&view, Activations::Float, &runner), Err(Error::Operands(_))));
 }

@@ -86,10 +86,6 @@ impl Transform for EvenColumns {
         json!({ "strength": self.strength(settings) })
     }
 
-    fn supports_blocks(&self) -> bool {
-        true
-    }
-
     fn check(&self, context: &StepContext<'_>) -> Result<()> {
         match context.schemes.iter().any(|scheme| matches!(scheme.granularity, Granularity::Group(_))) {
             true => Ok(()),
@@ -523,23 +519,4 @@ fn one_call_writes_them_and_reads_them_back() {
     let error = error.unwrap_err();
     assert_eq!(error.category(), Category::Usage);
     assert!(error.to_string().contains("`clip`, which is not a step of method `rtn`"), "{error}");
-}
-
-#[test]
-fn steps_of_a_program_are_known_for_gguf_files() {
-    let mut settings = RecipeSettings {
-        method: Some("even-columns".into()),
-        format: vec!["gguf".into()],
-        ..RecipeSettings::default()
-    };
-    let unknown = settings.gguf_request(false).unwrap_err();
-    assert!(unknown.to_string().contains("even-columns"), "{unknown}");
-    settings.add_step("even-columns.strength=0.75").unwrap();
-    let request = settings.gguf_request_with(false, &extensions()).unwrap();
-    assert_eq!(request.steps(), ["even-columns"]);
-    assert!(request.needs_text());
-    assert_eq!(request.settings.others["even-columns"]["strength"], json!(0.75));
-    settings.add_step("even-columns.strenght=0.5").unwrap();
-    let error = settings.gguf_request_with(false, &extensions()).unwrap_err();
-    assert!(error.to_string().contains("strenght"), "{error}");
 }

@@ -16,6 +16,7 @@ mod experts;
 mod extensions;
 mod families;
 mod folding;
+mod gguf_extensions;
 mod gptq;
 mod grouped_experts;
 mod input_order;

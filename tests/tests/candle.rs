@@ -1,17 +1,22 @@
 //! A model written with candle's `QMatMul` on checkpoints of `quant`.
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Module, Tensor};
 use candle_transformers::models::llama::{Cache as OracleCache, Llama as Oracle, LlamaConfig};
 use quant_candle::{Checkpoint, Rayon, Runner};
 use quant_tests::args;
 use quant_tests::models::write_cut_demo_model;
 use quant_tests::program::quant;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 
-#[allow(dead_code, reason = "the example's `main` uses all of it")]
-#[path = "../../candle/examples/llama/model.rs"]
-mod model;
+#[path = "candle/llama.rs"]
+mod llama;
+#[allow(dead_code, reason = "its `main` is not run here")]
+#[path = "../../candle/examples/mlp.rs"]
+mod mlp;
 
-use model::{Cache, Llama, greedy};
+use llama::{Cache, Llama, greedy};
+use mlp::Mlp;
 
 /// The logits of candle-transformers' float model with dequantized weights, after all `tokens`.
 fn oracle(checkpoint: &Checkpoint, tokens: &[u32]) -> Vec<f32> {
@@ -21,6 +26,25 @@ fn oracle(checkpoint: &Checkpoint, tokens: &[u32]) -> Vec<f32> {
     let mut cache = OracleCache::new(false, DType::F32, &config, &Device::Cpu).unwrap();
     let tokens = Tensor::new(tokens, &Device::Cpu).unwrap().unsqueeze(0).unwrap();
     llama.forward(&tokens, 0, &mut cache).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Compares the example with the same products by dequantized weights.
+fn check_mlp(checkpoint: &Checkpoint, module: &str) {
+    let mut random = StdRng::seed_from_u64(11);
+    let x: Vec<f32> = (0..3 * 256).map(|_| random.random_range(-1.0..1.0)).collect();
+    let x = Tensor::from_vec(x, (3, 256), &Device::Cpu).unwrap();
+    let floats = checkpoint.var_builder(DType::F32);
+    let linear = |x: &Tensor, name: &str, shape: (usize, usize)| {
+        let weight = floats.get(shape, &format!("{module}.{name}.weight")).unwrap();
+        x.matmul(&weight.t().unwrap()).unwrap()
+    };
+    let [gate, up] = ["gate_proj", "up_proj"].map(|name| linear(&x, name, (768, 256)));
+    let expected = linear(&(gate.silu().unwrap() * up).unwrap(), "down_proj", (256, 768));
+    let found = Mlp::load(checkpoint, module).unwrap().forward(&x).unwrap();
+    let [found, expected] = [found, expected].map(|y| y.flatten_all().unwrap().to_vec1::<f32>().unwrap());
+    let size = expected.iter().fold(0.0_f32, |largest, y| largest.max(y.abs()));
+    let worst = found.iter().zip(&expected).fold(0.0_f32, |worst, (a, b)| worst.max((a - b).abs()));
+    assert!(found.len() == 3 * 256 && worst <= 2e-5 * size, "{module}: {worst} of {size}");
 }
 
 #[test]
@@ -59,6 +83,8 @@ fn logits_and_text_on_qmatmul_are_those_of_the_dequantized_model_and_of_generate
             .collect();
 
         let checkpoint = Checkpoint::open(&out, &Runner::new(Rayon)).unwrap();
+        check_mlp(&checkpoint, "model.layers.1.mlp");
+        assert!(Mlp::load(&checkpoint, "model.layers.2.mlp").is_err());
         let llama = Llama::load(&checkpoint).unwrap();
         let (mut cache, mut next, mut text) = (Cache::default(), prompt.clone(), Vec::new());
         for step in 0..expected.len() {

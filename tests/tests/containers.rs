@@ -192,6 +192,9 @@ fn plan_tells_which_engines_load_it() {
     TinyLlama::default().write(&model);
     let arguments = args!["plan", &model, "--group-size", "32", "--ignore", "q_proj"];
     let text = quant(arguments.clone()).succeeded().stdout;
+    for part in ["vLLM, CPU 0.32.0", "vLLM, CUDA 0.33.0", "; vLLM, CPU: of 0.33.0; see"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
     assert!(
         text.contains(
             "`model.layers.0.self_attn.q_proj` and `model.layers.0.self_attn.k_proj` are fused into one"
@@ -207,7 +210,9 @@ fn plan_tells_which_engines_load_it() {
     let engines = plan["formats"][0]["engines"].as_array().unwrap();
     let of = |name: &str| engines.iter().find(|e| e["engine"].as_str().unwrap().starts_with(name)).unwrap();
     let vllm = of("vLLM, CUDA");
-    assert!(vllm["version"].is_string() && vllm["read"].is_string());
+    assert!(vllm["version"].is_string() && vllm["read"].is_string() && vllm.get("read_version").is_none());
+    let on_cpu = of("vLLM, CPU");
+    assert_eq!((&on_cpu["version"], &on_cpu["read_version"]), (&json!("0.32.0"), &vllm["version"]));
     assert_eq!(vllm["ranks"].as_array().unwrap().len(), 4);
     assert_eq!(vllm["ranks"][0]["loads"], "no");
     assert_eq!(of("transformers")["ranks"], json!([{ "ranks": 1, "loads": "yes", "reason": null }]));

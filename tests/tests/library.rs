@@ -253,7 +253,12 @@ fn settings_of_gptq_apply_to_gguf() {
     let gptq = |fields: Value| {
         let mut fields = fields;
         (fields["format"], fields["method"]) = (json!(["gguf"]), json!("gptq"));
-        serde_json::from_value::<RecipeSettings>(fields).unwrap().gguf_request(true).unwrap().gptq.unwrap()
+        serde_json::from_value::<RecipeSettings>(fields)
+            .unwrap()
+            .gguf_request(true)
+            .unwrap()
+            .compensation()
+            .unwrap()
     };
     let (named, by_step) = (json!({ "damping": 0.05 }), json!({ "steps": { "gptq": { "damping": 0.05 } } }));
     assert_eq!(gptq(named.clone()), GptqSettings { damping: 0.05, ..GptqSettings::default() });

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use super::input_file::{Lookup, Root, placeholder, read_capped};
 use super::names::printable;
-use super::{Checkpoint, ConfigFields, ShardedCheckpoint, strict_json};
+use super::{ConfigFields, ShardedCheckpoint, WeightFiles, strict_json};
 use crate::worker::TextWorkers;
 use crate::{Error, Result};
 
@@ -63,7 +63,7 @@ pub struct ModelDirectory {
     path: PathBuf,
     config: Map<String, Value>,
     config_path: PathBuf,
-    source: Arc<dyn Checkpoint>,
+    source: Arc<dyn WeightFiles>,
     sidecars: Vec<Sidecar>,
     warnings: Vec<String>,
     text_workers: Option<Arc<dyn TextWorkers>>,
@@ -130,7 +130,7 @@ impl ModelDirectory {
         if config.contains_key("auto_map") {
             warnings.push(format!("{CONFIG}: `auto_map` is ignored, because code from a model is never run"));
         }
-        let source: Arc<dyn Checkpoint> = Arc::new(source);
+        let source: Arc<dyn WeightFiles> = Arc::new(source);
         Ok(Self {
             path: path.to_owned(),
             config,
@@ -148,7 +148,7 @@ impl ModelDirectory {
     pub fn in_memory(
         path: &Path,
         config: Map<String, Value>,
-        source: Arc<dyn Checkpoint>,
+        source: Arc<dyn WeightFiles>,
         sidecars: Vec<Sidecar>,
         warnings: Vec<String>,
     ) -> Self {
@@ -217,7 +217,7 @@ impl ModelDirectory {
     }
 
     /// The weights.
-    pub fn source(&self) -> &Arc<dyn Checkpoint> {
+    pub fn source(&self) -> &Arc<dyn WeightFiles> {
         &self.source
     }
 

@@ -90,7 +90,7 @@ pub use strict_json::parse as parse_strictly;
 pub(crate) use tensor_io::WEIGHT_FLOATS;
 pub use tensor_io::non_finite_in_whole;
 pub use tensor_io::{
-    Checkpoint, TensorInfo, TensorSink, TensorSource, TensorSpec, require_finite, require_finite_bytes,
+    TensorInfo, TensorSink, TensorSource, TensorSpec, WeightFiles, require_finite, require_finite_bytes,
     require_weight_float,
 };
 #[cfg(feature = "write")]

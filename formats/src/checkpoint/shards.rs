@@ -12,7 +12,7 @@ use super::header::{Header, Located};
 use super::input_file::{Lookup, Root, listed, open_regular, read_capped, read_exact_at};
 use super::names::printable;
 use super::shard_index::{MAX_INDEX_BYTES, ShardIndex};
-use super::{Checkpoint, TensorInfo, TensorSource};
+use super::{TensorInfo, TensorSource, WeightFiles};
 use crate::{Error, Result};
 
 pub(crate) const SINGLE: &str = "model.safetensors";
@@ -173,7 +173,7 @@ impl ShardedCheckpoint {
     }
 }
 
-impl Checkpoint for ShardedCheckpoint {
+impl WeightFiles for ShardedCheckpoint {
     fn file_bytes(&self) -> u64 {
         self.shards.iter().map(|s| s.bytes).sum()
     }

@@ -107,7 +107,7 @@ pub trait TensorSource: Send + Sync {
 }
 
 /// The weight files of a model.
-pub trait Checkpoint: TensorSource + std::fmt::Debug {
+pub trait WeightFiles: TensorSource + std::fmt::Debug {
     /// Total bytes of all files, including headers.
     fn file_bytes(&self) -> u64;
 

@@ -245,7 +245,7 @@ mod tests {
     use quant_kernels_cpu::ScaleType;
 
     use super::*;
-    use crate::compile::Architecture;
+    use crate::compile::GpuArchitecture;
 
     const FIXED: FixedScale = FixedScale { scale: 0.5, zero: -3 };
 
@@ -261,7 +261,7 @@ mod tests {
         m: usize,
     ) -> Result<LinearCall, KernelError> {
         let shape = CallShape { fixed, ..CallShape::new(element, m, layout.k()) };
-        LinearCall::new(layout, &shape, &PlanLimits::of(Architecture::Sm90))
+        LinearCall::new(layout, &shape, &PlanLimits::of(GpuArchitecture::Sm90))
     }
 
     fn places(call: &LinearCall, layout: &WeightLayout, each: usize) -> CallArguments {
@@ -347,8 +347,9 @@ mod tests {
     fn rows_have_gaps_and_results_a_type_of_their_own() {
         let layout = layout(1004, Order::Float, false);
         let shape = CallShape { stride: 1008, output: Output::F32, ..CallShape::new(Float::F16, 3, 1004) };
-        let new =
-            |shape: &CallShape, layout| LinearCall::new(layout, shape, &PlanLimits::of(Architecture::Sm90));
+        let new = |shape: &CallShape, layout| {
+            LinearCall::new(layout, shape, &PlanLimits::of(GpuArchitecture::Sm90))
+        };
         let call = new(&shape, &layout).unwrap();
         let at = CallArguments {
             out: Region { bytes: 4 * 3 * 512, ..places(&call, &layout, 2).out },

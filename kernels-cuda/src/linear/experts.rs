@@ -33,14 +33,14 @@ pub struct LinearExpertsShape {
 ///
 /// ```
 /// use quant_kernels_cpu::ScaleType;
-/// use quant_kernels_cuda::compile::Architecture;
+/// use quant_kernels_cuda::compile::GpuArchitecture;
 /// use quant_kernels_cuda::layout::{Order, WeightLayout};
 /// use quant_kernels_cuda::linear::{InputType, LinearExpertsPlan, LinearExpertsShape, Output, PlanLimits};
 ///
 /// // 128 experts of 768 x 2048, of which each of 16 tokens uses 8.
 /// let layout = WeightLayout::from_parts([768, 2048], 4, 128, ScaleType::F16, None, Order::Float, false)?;
 /// let shape = LinearExpertsShape { experts: 128, tokens: 16, rows: 16 * 8 };
-/// let device = PlanLimits::of(Architecture::Sm90);
+/// let device = PlanLimits::of(GpuArchitecture::Sm90);
 /// let plan = LinearExpertsPlan::new(&layout, InputType::Bf16, Output::Bf16, &shape, &device)?;
 /// // If the routing is known on the host, it can be checked. Here all tokens use the first eight experts.
 /// let starts: Vec<u32> = (0..=128).map(|expert| (16 * expert).min(128)).collect();
@@ -278,7 +278,7 @@ mod tests {
     use quant_kernels_cpu::ScaleType;
 
     use super::*;
-    use crate::compile::Architecture;
+    use crate::compile::GpuArchitecture;
     use crate::layout::Order;
 
     fn region(address: u64, bytes: usize) -> Region {
@@ -291,7 +291,7 @@ mod tests {
 
     fn plan(experts: usize, tokens: usize, rows: usize) -> Result<LinearExpertsPlan, KernelError> {
         let shape = LinearExpertsShape { experts, tokens, rows };
-        let device = PlanLimits::of(Architecture::Sm90);
+        let device = PlanLimits::of(GpuArchitecture::Sm90);
         LinearExpertsPlan::new(&layout(), InputType::F16, Output::F16, &shape, &device)
     }
 

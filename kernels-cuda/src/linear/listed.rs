@@ -4,14 +4,14 @@ use quant_kernels_cpu::{FloatFormat, ScaleType};
 
 use super::scheme::{InputType, KernelScheme, Output};
 use super::variant::{LinearVariant, PlanLimits};
-use crate::compile::{Architecture, Variant};
+use crate::compile::{GpuArchitecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
 
 /// A selection of variants: one for every scheme, and more for common schemes.
 pub fn variants() -> Vec<Entry> {
-    let mut variants = listed(Architecture::Sm86, true);
-    for variant in listed(Architecture::Sm90, false) {
+    let mut variants = listed(GpuArchitecture::Sm86, true);
+    for variant in listed(GpuArchitecture::Sm90, false) {
         if !variants.contains(&variant) {
             variants.push(variant);
         }
@@ -22,7 +22,7 @@ pub fn variants() -> Vec<Entry> {
 }
 
 /// The variants for a typical device of an architecture, for all schemes or only the common ones.
-pub fn listed(architecture: Architecture, all: bool) -> Vec<LinearVariant> {
+pub fn listed(architecture: GpuArchitecture, all: bool) -> Vec<LinearVariant> {
     let device = PlanLimits::of(architecture);
     let mut variants = Vec::new();
     for (turn, (layout, activation, output, common)) in schemes().into_iter().enumerate() {

@@ -11,7 +11,7 @@ use crate::layout::{SECTION, Section, WeightLayout};
 ///
 /// ```
 /// use quant_kernels_cpu::WeightView;
-/// use quant_kernels_cuda::compile::Architecture;
+/// use quant_kernels_cuda::compile::GpuArchitecture;
 /// use quant_kernels_cuda::layout::{Order, WeightLayout};
 /// use quant_kernels_cuda::linear::{InputType, LinearPlan, Output, PlanLimits};
 ///
@@ -19,7 +19,7 @@ use crate::layout::{SECTION, Section, WeightLayout};
 /// # let view = WeightView::new([4096, 128], 4, 128, &codes, &scales, None)?;
 /// # let layout = WeightLayout::of(&view, Order::Float, false)?;
 /// // For one token on an H100 or H200; needs no device.
-/// let device = PlanLimits::of(Architecture::Sm90);
+/// let device = PlanLimits::of(GpuArchitecture::Sm90);
 /// let plan = LinearPlan::new(&layout, InputType::Bf16, Output::Bf16, 1, &device)?;
 /// println!("{} with {} bytes of workspace", plan.variant.name(), plan.workspace_bytes);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -295,12 +295,12 @@ mod tests {
     use quant_kernels_cpu::ScaleType;
 
     use super::*;
-    use crate::compile::Architecture;
+    use crate::compile::GpuArchitecture;
     use crate::layout::Order;
 
     fn plan(n: usize, k: usize, m: usize) -> Result<LinearPlan, KernelError> {
         let layout = WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false)?;
-        let device = PlanLimits::of(Architecture::Sm90);
+        let device = PlanLimits::of(GpuArchitecture::Sm90);
         LinearPlan::new(&layout, InputType::F16, Output::F16, m, &device)
     }
 

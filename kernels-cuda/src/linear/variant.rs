@@ -4,7 +4,7 @@ use quant_kernels_cpu::FloatFormat;
 
 use super::SOURCE;
 use super::scheme::{InputType, KernelScheme, Output, Scale};
-use crate::compile::{Architecture, Variant};
+use crate::compile::{GpuArchitecture, Variant};
 use crate::layout::{TILE_K, TILE_ROWS};
 
 /// The shape of a block of threads.
@@ -84,13 +84,13 @@ impl From<&crate::device::DeviceLimits> for PlanLimits {
 
 impl PlanLimits {
     /// The limits of a typical device of an architecture: A100, A10, L40S, H200, RTX 5090.
-    pub fn of(architecture: Architecture) -> Self {
+    pub fn of(architecture: GpuArchitecture) -> Self {
         let (shared_of_block, multiprocessors) = match architecture {
-            Architecture::Sm80 => (166_912, 108),
-            Architecture::Sm86 => (101_376, 72),
-            Architecture::Sm89 => (101_376, 142),
-            Architecture::Sm90 => (232_448, 132),
-            Architecture::Sm120 => (101_376, 170),
+            GpuArchitecture::Sm80 => (166_912, 108),
+            GpuArchitecture::Sm86 => (101_376, 72),
+            GpuArchitecture::Sm89 => (101_376, 142),
+            GpuArchitecture::Sm90 => (232_448, 132),
+            GpuArchitecture::Sm120 => (101_376, 170),
         };
         Self { shared_of_block, shared_of_multiprocessor: shared_of_block + SYSTEM, multiprocessors }
     }

@@ -149,11 +149,11 @@ fn case(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compile::Architecture;
+    use crate::compile::GpuArchitecture;
 
     #[test]
     fn only_the_experts_that_are_used_count() {
-        let all = cases(&PlanLimits::of(Architecture::Sm90)).unwrap();
+        let all = cases(&PlanLimits::of(GpuArchitecture::Sm90)).unwrap();
         assert_eq!(all.len(), MATRICES.len() * 4 * TOKENS.len());
         for case in &all {
             let [starts, token_of] = routing(case.tokens);

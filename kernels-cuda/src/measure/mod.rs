@@ -14,7 +14,7 @@ use std::path::Path;
 pub use self::cases::{Bound, Case, cases};
 pub use self::ceilings::Ceilings;
 
-use crate::compile::{Architecture, Form, Variant};
+use crate::compile::{Form, GpuArchitecture, Variant};
 use crate::device::Kernels;
 use crate::image_cache::{Compiler, ImageCache, Nvrtc, default_directory};
 use crate::launch::{Argument, LaunchShape, Stream};
@@ -207,7 +207,7 @@ fn random_bytes() -> Vec<u8> {
 ///
 /// # Errors
 /// When there is no compiler, or a kernel does not compile.
-pub fn compile_ahead(directory: &Path, architectures: &[Architecture]) -> Result<usize> {
+pub fn compile_ahead(directory: &Path, architectures: &[GpuArchitecture]) -> Result<usize> {
     Nvrtc.version()?;
     let cache = ImageCache::in_directory(Some(directory.to_owned()), Nvrtc);
     let mut count = 0;

@@ -59,7 +59,7 @@ impl Launcher {
 
 /// `y = x Ŵᵀ` with weights `[n, k]` on the device.
 #[derive(Debug)]
-pub struct Linear {
+pub struct CudaLinear {
     layout: WeightLayout,
     weight: Memory,
     activations: Activations,
@@ -67,7 +67,7 @@ pub struct Linear {
     launcher: Arc<Launcher>,
 }
 
-impl Linear {
+impl CudaLinear {
     /// Packs weights and copies them to the device.
     ///
     /// # Errors

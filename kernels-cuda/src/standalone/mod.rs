@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::launch::Region;
 use crate::libraries::{elapsed, require_standalone};
 
-pub use linear::{Launcher, Linear};
+pub use linear::{CudaLinear, Launcher};
 pub use quant_kernels_cpu::Activations;
 
 /// The first visible device with its primary context, which is kept until the program ends.

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use quant_kernels_cuda::compile::{Architecture, Form, compile};
+use quant_kernels_cuda::compile::{Form, GpuArchitecture, compile};
 use quant_kernels_cuda::registry::entries;
 
 use crate::instructions::all;
@@ -61,7 +61,7 @@ fn every_instruction_of_a_kernel_is_tested() {
     let entries: Vec<_> = entries().into_iter().step_by(2).collect();
     let (first, second) = entries.split_at(entries.len() / 2);
     let ptx = |part: &[quant_kernels_cuda::registry::Entry]| -> Vec<(String, String)> {
-        let of = |variant| compile(variant, Architecture::Sm80, Form::Ptx).unwrap().bytes;
+        let of = |variant| compile(variant, GpuArchitecture::Sm80, Form::Ptx).unwrap().bytes;
         part.iter().map(|e| (e.variant.to_string(), String::from_utf8(of(&e.variant)).unwrap())).collect()
     };
     let kernels = std::thread::scope(|scope| {

@@ -2,7 +2,7 @@
 //! banks of shared memory, and instructions for dequantization.
 
 use quant_kernels_cpu::ScaleType;
-use quant_kernels_cuda::compile::Architecture;
+use quant_kernels_cuda::compile::GpuArchitecture;
 use quant_kernels_cuda::layout::{Order, WeightLayout};
 use quant_kernels_cuda::linear::{InputType, LinearPlan, Output, PlanLimits};
 use quant_ptx_interpreter::{Counters, Options};
@@ -114,7 +114,7 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
 /// scales and zero points), activations and results. Most of the excess is the workspace.
 #[test]
 fn bytes_of_models_shapes() {
-    let device = PlanLimits::of(Architecture::Sm90);
+    let device = PlanLimits::of(GpuArchitecture::Sm90);
     let ratio = |n: usize, k: usize, m: usize| {
         let layout =
             WeightLayout::from_parts([n, k], 4, 128, ScaleType::F16, None, Order::Float, false).unwrap();

@@ -1,6 +1,6 @@
 //! Every scheme with ragged shapes, and with values at the limits of their ranges.
 
-use quant_kernels_cuda::compile::Architecture;
+use quant_kernels_cuda::compile::GpuArchitecture;
 use quant_kernels_cuda::linear::{InputType, KernelScheme, LinearPlan, LinearVariant, Output, PlanLimits};
 
 use crate::DEVICE;
@@ -185,7 +185,7 @@ fn a_deep_ring() {
     if !ready() {
         return;
     }
-    let device = PlanLimits::of(Architecture::Sm90);
+    let device = PlanLimits::of(GpuArchitecture::Sm90);
     let case = |kind| Case::new([16, 7168], 4, 128, kind, true, 9);
     for problem in [
         Problem::float(case(Kind::F16), InputType::F16, Output::F16, 3, Draw::Typical, 9),

@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use quant_kernels_cuda::compile::{Architecture, Form, Image, Variant};
+use quant_kernels_cuda::compile::{Form, GpuArchitecture, Image, Variant};
 use quant_kernels_cuda::device::Kernel;
 use quant_kernels_cuda::image_cache::{CACHE_DIRECTORY, ImageCache, Nvrtc};
 use quant_kernels_cuda::launch::{self, LaunchShape, Stream};
@@ -31,7 +31,7 @@ pub fn on_gpu() -> bool {
 pub fn ptx_of(variant: &Variant) -> String {
     let directory = std::env::var_os(CACHE_DIRECTORY).filter(|path| !path.is_empty());
     let cache = ImageCache::in_directory(directory.map(Into::into), Nvrtc);
-    let image = cache.image(variant, Architecture::Sm80, Form::Ptx).unwrap_or_else(|e| panic!("{e}"));
+    let image = cache.image(variant, GpuArchitecture::Sm80, Form::Ptx).unwrap_or_else(|e| panic!("{e}"));
     String::from_utf8(image.bytes).expect("PTX is text")
 }
 

@@ -69,7 +69,11 @@ struct FormatJson<'a> {
 #[derive(Serialize)]
 struct EngineJson {
     engine: &'static str,
+    /// The version that was run, or whose sources were read.
     version: &'static str,
+    /// The version whose sources were read, if that is a different one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    read_version: Option<&'static str>,
     /// The date on which the engine's sources were read.
     read: &'static str,
     family: FamilyJson,
@@ -285,7 +289,8 @@ fn engine_json(engine: &Engine, outline: &Outline) -> EngineJson {
     };
     EngineJson {
         engine: engine.name,
-        version: engine.loader.version,
+        version: engine.version(),
+        read_version: engine.run.map(|_| engine.loader.version),
         read: engine.loader.read,
         family,
         ranks,
@@ -343,7 +348,7 @@ fn engines_text(outline: &Outline) -> String {
     let mut reasons: Vec<(String, usize, Vec<&str>)> = Vec::new();
     let (mut rows, mut dated) = (Vec::new(), Vec::new());
     for engine in ENGINES {
-        let mut row = vec![format!("{} {}", engine.name, engine.loader.version)];
+        let mut row = vec![format!("{} {}", engine.name, engine.version())];
         let mut last = None;
         for ranks in RANKS {
             let verdict = engine.loads(outline, ranks);
@@ -384,11 +389,14 @@ fn engines_text(outline: &Outline) -> String {
         text.push_str(&format!("{}{from}: {reason}\n", engines.join("; ")));
     }
     dated.into_iter().for_each(|line| text.push_str(&line));
+    let other = ENGINES.iter().filter(|engine| engine.run.is_some());
+    let other: String =
+        other.map(|engine| format!("; {}: of {}", engine.name, engine.loader.version)).collect();
     let read: BTreeSet<&str> = ENGINES.iter().map(|engine| engine.loader.read).collect();
     let read = read.into_iter().collect::<Vec<_>>().join(" and ");
     text.push_str(&format!(
         "(model family: how the engine's support for the family was checked; formats: according to the source code \
-        of these versions, read on {read}; see docs/formats/engines.md)\n"
+        of these versions, read on {read}{other}; see docs/formats/engines.md)\n"
     ));
     text
 }

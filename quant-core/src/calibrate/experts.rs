@@ -5,7 +5,7 @@ use candle_core::{D, Tensor};
 
 use super::by_expert::{TokensTap, no_rows};
 use super::observe::CHUNK_TOKENS;
-use super::{BatchLayout, ExpertSampling, HiddenStates, InputRows, Statistic, Values};
+use super::{BatchLayout, BatchValues, ExpertSampling, HiddenStates, InputRows, Statistic};
 use crate::model::{
     Block, BlockGraph, CancelTap, ExpertOrder, NodeId, Tap, TokenRows, add_expert, with_values,
 };
@@ -22,7 +22,7 @@ pub struct ExpertStates {
     /// The node that sums the experts, its number of features, and the sum so far, `[tokens, width]`.
     sum: NodeId,
     width: usize,
-    sums: Values,
+    sums: BatchValues,
     outputs: Vec<NodeId>,
     /// The number of experts in the sum.
     added: usize,
@@ -117,7 +117,7 @@ impl ExpertStates {
         let (width, weights) = (self.width, &self.tokens[expert]);
         let tokens: Vec<u32> = weights.iter().map(|(token, _)| *token).collect();
         // Nothing reads the sums while a piece is computed.
-        let mut sums = std::mem::replace(&mut self.sums, Values::from(Vec::new()));
+        let mut sums = std::mem::replace(&mut self.sums, BatchValues::from(Vec::new()));
         let added = self.each_piece(states, block, nodes, &tokens, (tap, cancel), |tokens, values, _| {
             if !wanted {
                 return Ok(());
@@ -200,7 +200,7 @@ impl ExpertStates {
     }
 
     /// The node that sums the experts, and its values after all experts have run.
-    pub fn into_sum(self) -> (NodeId, Values) {
+    pub fn into_sum(self) -> (NodeId, BatchValues) {
         (self.sum, self.sums)
     }
 

@@ -45,5 +45,5 @@ pub use statistics::{AbsMean, AttentionStatistic, GramSum, SampledRows, Statisti
 pub use text::{Corpus, corpus_of_rows, read_corpus, read_documents, read_json_lines};
 pub use tokenizer::{PlacedTokens, TextTokenizer, guard_panics, panic_is_handled};
 pub(crate) use values::SpillFile;
-pub use values::{Residence, Spill, Values};
+pub use values::{BatchValues, Residence, Spill};
 pub use windows::{Sampling, TokenWindows};

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use candle_core::{D, Device, Tensor};
 
-use super::{BatchLayout, InputRows, Spill, Statistic, TokenWindows, Values};
+use super::{BatchLayout, BatchValues, InputRows, Spill, Statistic, TokenWindows};
 use crate::model::{Block, CancelTap, Model, NodeId, Segments, Tap, TokenRows, with_values};
 use crate::{CancelToken, Error, Result, allocate};
 
@@ -47,7 +47,7 @@ impl Tap for PieceTap<'_, '_> {
 pub struct HiddenStates {
     layout: BatchLayout,
     hidden: usize,
-    values: Values,
+    values: BatchValues,
 }
 
 impl HiddenStates {
@@ -55,7 +55,7 @@ impl HiddenStates {
     ///
     /// # Errors
     /// [`Error::Internal`] when the number of values is not `tokens · hidden`.
-    pub fn new(layout: BatchLayout, hidden: usize, values: impl Into<Values>) -> Result<Self> {
+    pub fn new(layout: BatchLayout, hidden: usize, values: impl Into<BatchValues>) -> Result<Self> {
         let values = values.into();
         if layout.tokens().checked_mul(hidden) != Some(values.len()) {
             let (got, tokens) = (values.len(), layout.tokens());
@@ -81,7 +81,7 @@ impl HiddenStates {
     /// As [`embed`](Self::embed), and when the disk is full.
     pub fn embed_in(model: &Model, windows: &TokenWindows, spill: Option<&Spill>) -> Result<Self> {
         let width = model.architecture().state_width(0);
-        let mut values = Values::zeros(spill, windows.tokens().len() * width)?;
+        let mut values = BatchValues::zeros(spill, windows.tokens().len() * width)?;
         write_embeddings(model, windows, &mut values)?;
         Self::new(windows.layout(), width, values)
     }
@@ -97,7 +97,7 @@ impl HiddenStates {
             let spill = self.spill().cloned();
             // The old states are dropped before there are new ones.
             self.values = Vec::new().into();
-            self.values = Values::zeros(spill.as_ref(), tokens * width)?;
+            self.values = BatchValues::zeros(spill.as_ref(), tokens * width)?;
         }
         (self.layout, self.hidden) = (windows.layout(), width);
         write_embeddings(model, windows, &mut self.values)
@@ -122,7 +122,7 @@ impl HiddenStates {
     }
 
     /// Returns the states, `[windows, length, width]` row-major.
-    pub fn values(&self) -> &Values {
+    pub fn values(&self) -> &BatchValues {
         &self.values
     }
 
@@ -255,7 +255,7 @@ impl HiddenStates {
 
 /// Writes the embeddings of all tokens, in pieces. These are a multiple of the pieces in which per-layer inputs are
 /// computed, so that matrix products have the same shapes for any storage.
-fn write_embeddings(model: &Model, windows: &TokenWindows, values: &mut Values) -> Result<()> {
+fn write_embeddings(model: &Model, windows: &TokenWindows, values: &mut BatchValues) -> Result<()> {
     let piece = 4 * CHUNK_TOKENS;
     let (layout, width) = (windows.layout(), model.architecture().state_width(0));
     let (table, per_layer) = (model.position_table(layout.length())?, model.per_layer_inputs()?);
@@ -361,7 +361,7 @@ impl HiddenStates {
         &mut self,
         block: &Block,
         from: NodeId,
-        (node, values): (NodeId, &Values),
+        (node, values): (NodeId, &BatchValues),
         cancel: &CancelToken,
     ) -> Result<()> {
         let (graph, output) = (block.graph(), block.graph().output());

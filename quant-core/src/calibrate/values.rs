@@ -96,7 +96,7 @@ impl SpillFile {
 
 /// A list of `f32` values of fixed length, in memory or in a file.
 #[derive(Debug)]
-pub struct Values {
+pub struct BatchValues {
     len: usize,
     place: ValueStore,
 }
@@ -107,13 +107,13 @@ enum ValueStore {
     File(Spill, SpillFile),
 }
 
-impl From<Vec<f32>> for Values {
+impl From<Vec<f32>> for BatchValues {
     fn from(values: Vec<f32>) -> Self {
         Self { len: values.len(), place: ValueStore::Memory(values) }
     }
 }
 
-impl Values {
+impl BatchValues {
     pub(crate) fn zeros(spill: Option<&Spill>, len: usize) -> Result<Self> {
         let place = match spill {
             Some(spill) => {
@@ -253,14 +253,14 @@ mod tests {
         let spill = Spill::new(directory.path(), 1 << 20);
         let len = CHUNK_BYTES / 4 * 2 + 3;
         let (mut memory, mut file) =
-            (Values::zeros(None, len).unwrap(), Values::zeros(Some(&spill), len).unwrap());
+            (BatchValues::zeros(None, len).unwrap(), BatchValues::zeros(Some(&spill), len).unwrap());
         let values: Vec<f32> = (0..len).map(|i| i as f32 - 0.5).collect();
         for values_of in [&mut memory, &mut file] {
             assert!(values_of.read(0..len).unwrap().iter().all(|v| *v == 0.0));
             values_of.write(5, &values[5..]).unwrap();
             values_of.write(0, &[f32::NAN, -0.0, f32::MIN_POSITIVE, f32::INFINITY]).unwrap();
         }
-        let bits = |values: &Values, range: Range<usize>| -> Vec<u32> {
+        let bits = |values: &BatchValues, range: Range<usize>| -> Vec<u32> {
             values.read(range).unwrap().iter().map(|v| v.to_bits()).collect()
         };
         let copy = file.try_clone().unwrap();
@@ -278,7 +278,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let spill = Spill::new(directory.path(), 0);
         let tokens = [1, 2, 5];
-        for mut values in [Values::zeros(None, 14).unwrap(), Values::zeros(Some(&spill), 14).unwrap()] {
+        for mut values in
+            [BatchValues::zeros(None, 14).unwrap(), BatchValues::zeros(Some(&spill), 14).unwrap()]
+        {
             let change = |rows: &mut [f32], token: &dyn Fn(usize) -> u32| {
                 for (i, row) in rows.chunks_mut(2).enumerate().filter(|(i, _)| tokens.contains(&token(*i))) {
                     row.fill(token(i) as f32);
@@ -296,11 +298,11 @@ mod tests {
     fn values_that_are_not_there_are_an_error() {
         let directory = tempfile::tempdir().unwrap();
         let spill = Spill::new(directory.path(), 0);
-        for mut values in [Values::from(vec![1.0; 4]), Values::zeros(Some(&spill), 4).unwrap()] {
+        for mut values in [BatchValues::from(vec![1.0; 4]), BatchValues::zeros(Some(&spill), 4).unwrap()] {
             assert!(values.read(3..5).is_err() && values.write(4, &[1.0]).is_err());
             assert!(values.read(4..4).unwrap().is_empty());
         }
         let gone = Spill::new(directory.path().join("gone"), 0);
-        assert!(matches!(Values::zeros(Some(&gone), 4), Err(Error::Io { .. })));
+        assert!(matches!(BatchValues::zeros(Some(&gone), 4), Err(Error::Io { .. })));
     }
 }

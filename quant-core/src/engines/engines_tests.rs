@@ -18,7 +18,7 @@ fn outline(
     let layer = |kind, k, parts: &[(&str, usize)]| FusedLayer {
         kind,
         parts: (parts.iter())
-            .map(|(module, n)| Part { module: (*module).into(), n: *n, scheme: Some(scheme) })
+            .map(|(module, n)| FusedPart { module: (*module).into(), n: *n, scheme: Some(scheme) })
             .collect(),
         k,
         of_expert: false,

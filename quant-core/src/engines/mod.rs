@@ -17,7 +17,7 @@ mod vllm;
 use crate::format::loaders::{self, Loader};
 
 pub use models::{Basis, Known};
-pub use outline::{FusedLayer, LayerKind, Outline, Part};
+pub use outline::{FusedLayer, FusedPart, LayerKind, Outline};
 
 /// The numbers of tensor-parallel ranks that are checked.
 pub const RANKS: [usize; 4] = [1, 2, 4, 8];
@@ -92,6 +92,8 @@ pub struct Engine {
     pub name: &'static str,
     /// The program, with the version whose sources were read and the date.
     pub loader: Loader,
+    /// The version that was run, if that is not the one whose sources were read.
+    pub run: Option<&'static str>,
     /// The command or call that loads a checkpoint from the directory `OUT`.
     pub command: &'static str,
     /// Whether the engine is so common that `quant quantize` prints a note if it would not load the result.
@@ -102,6 +104,11 @@ pub struct Engine {
 }
 
 impl Engine {
+    /// Returns the version that was run; if none was, that whose sources were read.
+    pub fn version(&self) -> &'static str {
+        self.run.unwrap_or(self.loader.version)
+    }
+
     /// Returns whether the engine loads a checkpoint on `ranks` ranks; `None` if `ranks` is greater than 1 and the
     /// engine has no tensor parallelism.
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Compatibility> {
@@ -160,6 +167,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "vLLM, CUDA",
         loader: loaders::VLLM,
+        run: None,
         command: "vllm serve OUT",
         is_common: true,
         tensor_parallel: true,
@@ -174,6 +182,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "vLLM, CPU",
         loader: loaders::VLLM,
+        run: Some(models::CPU_BUILD),
         command: "vllm serve OUT",
         is_common: false,
         tensor_parallel: true,
@@ -187,6 +196,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "SGLang, CUDA",
         loader: loaders::SGLANG,
+        run: None,
         command: "python -m sglang.launch_server --model-path OUT",
         is_common: true,
         tensor_parallel: true,
@@ -201,6 +211,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "transformers",
         loader: loaders::TRANSFORMERS,
+        run: None,
         command: "AutoModelForCausalLM.from_pretrained(\"OUT\")",
         is_common: true,
         tensor_parallel: false,
@@ -214,6 +225,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "LMDeploy TurboMind",
         loader: loaders::LMDEPLOY,
+        run: None,
         command: "lmdeploy serve api_server OUT --backend turbomind",
         is_common: false,
         tensor_parallel: true,
@@ -227,6 +239,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "mlx-lm",
         loader: loaders::MLX,
+        run: None,
         command: "mlx_lm.generate --model OUT --prompt TEXT",
         is_common: false,
         tensor_parallel: false,
@@ -236,6 +249,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "ONNX Runtime GenAI",
         loader: loaders::ORT_GENAI,
+        run: None,
         command: "python -m onnxruntime_genai.models.builder -i OUT -o ONNX -p int4 -e cpu \
                   --extra_options nodes_to_exclude=/lm_head/MatMul",
         is_common: false,
@@ -249,6 +263,7 @@ pub static ENGINES: &[Engine] = &[
     Engine {
         name: "llama.cpp, converter",
         loader: loaders::LLAMA_CPP,
+        run: None,
         command: "convert_hf_to_gguf.py OUT",
         is_common: false,
         tensor_parallel: false,

@@ -197,7 +197,7 @@ const NEWER: &str = "2026-11-26";
 /// The date of the latest reading.
 const NEWEST: &str = "2026-11-27";
 /// The version of vLLM whose CPU build was run.
-const CPU_BUILD: &str = "0.32.0";
+pub(super) const CPU_BUILD: &str = "0.32.0";
 
 /// Families that vLLM has a class for. The linears of the class can be quantized, their names equal quant's or are
 /// mapped from them, and the same linears are fused as in quant.

@@ -23,7 +23,7 @@ pub enum LayerKind {
 /// A linear of the model, as part of a [`FusedLayer`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Part {
+pub struct FusedPart {
     /// The name of its module.
     pub module: String,
     /// The number of output features.
@@ -39,7 +39,7 @@ pub struct FusedLayer {
     /// How it is split.
     pub kind: LayerKind,
     /// The linears that it consists of: queries, keys, values; gate, up; or a single linear.
-    pub parts: Vec<Part>,
+    pub parts: Vec<FusedPart>,
     /// The number of input features.
     pub k: usize,
     /// Whether it is a linear of an expert, which reads only the rows of the expert's tokens.
@@ -110,11 +110,11 @@ impl Outline {
                 let alone = [name];
                 let fused = architecture.fused.iter().map(|(_, parts)| *parts);
                 let parts = fused.into_iter().find(|parts| parts.contains(&name)).unwrap_or(&alone);
-                let together: Vec<Part> = (open.iter().filter(|(_, name, _)| parts.contains(name)))
+                let together: Vec<FusedPart> = (open.iter().filter(|(_, name, _)| parts.contains(name)))
                     .map(|(_, name, [n, _])| {
                         let module = architecture.in_block(layer, name);
                         let scheme = quantized.get(module.as_str()).copied();
-                        Part { module, n: *n, scheme }
+                        FusedPart { module, n: *n, scheme }
                     })
                     .collect();
                 open.retain(|(_, name, _)| !parts.contains(name));

@@ -25,7 +25,7 @@ const MAX_VALUES: usize = 1 << 26;
 /// The statistics of one tensor of the file. For each of its matrices (one, or one per expert): the sums of squares of
 /// all channels, and the number of tokens.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Entry {
+pub struct ImportanceEntry {
     /// `[matrices, columns]`.
     pub sums: Vec<f32>,
     /// `[matrices]`.
@@ -36,7 +36,7 @@ pub struct Entry {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Importance {
     /// Entries by tensor name, including `.weight`.
-    pub entries: BTreeMap<String, Entry>,
+    pub entries: BTreeMap<String, ImportanceEntry>,
     /// The texts on which it was gathered.
     pub datasets: Vec<String>,
     /// The number of windows.
@@ -47,7 +47,7 @@ pub struct Importance {
     origin: String,
 }
 
-impl Entry {
+impl ImportanceEntry {
     fn empty() -> Self {
         Self { sums: Vec::new(), counts: Vec::new() }
     }
@@ -88,7 +88,7 @@ impl Importance {
             let graph = a.graph(layer);
             for (id, ..) in graph.linears() {
                 for (placed, _) in matrices(a, family, layer, &graph.nodes()[id].op)? {
-                    outline.entries.entry(placed.name(layer)).or_insert_with(Entry::empty);
+                    outline.entries.entry(placed.name(layer)).or_insert_with(ImportanceEntry::empty);
                 }
             }
         }
@@ -134,7 +134,7 @@ impl Importance {
             observer.event(&Event::UnitDone { detail: format!("block {layer}") });
         }
         observer.event(&Event::StageDone);
-        for (name, Entry { sums, counts }) in &self.entries {
+        for (name, ImportanceEntry { sums, counts }) in &self.entries {
             let vectors = [("sums".to_owned(), &sums[..]), ("counts".to_owned(), &counts[..])];
             sink.remember(&key(name), &saved::record(vectors.into_iter()))?;
         }
@@ -156,7 +156,7 @@ impl Importance {
         let entry = |name: &str| {
             let vectors = saved::vectors(&sink.recall(&key(name))?)?;
             let [(_, sums), (_, counts)] = <[_; 2]>::try_from(vectors).ok()?;
-            Some(Entry { sums, counts })
+            Some(ImportanceEntry { sums, counts })
         };
         let entries = self.entries.keys().map(|name| Some((name.clone(), entry(name)?)));
         let Some(entries) = entries.collect::<Option<BTreeMap<_, _>>>() else { return Ok(None) };
@@ -179,7 +179,7 @@ impl Importance {
             });
         }
         for (placed, matrix) in matrices(a, family, layer, linear)? {
-            let entry = self.entries.entry(placed.name(layer)).or_insert_with(Entry::empty);
+            let entry = self.entries.entry(placed.name(layer)).or_insert_with(ImportanceEntry::empty);
             if entry.counts.len() != matrix {
                 return Err(Error::Internal(format!(
                     "expert {matrix} of `{}` is out of order",
@@ -341,7 +341,7 @@ impl Importance {
         for tensor in &file.header().tensors {
             let Some(name) = tensor.name.strip_suffix(SUMS) else { continue };
             let (sums, counts) = (floats(&tensor.name)?, floats(&format!("{name}{COUNTS}"))?);
-            found.entries.insert(name.to_owned(), Entry { sums, counts });
+            found.entries.insert(name.to_owned(), ImportanceEntry { sums, counts });
         }
         Ok(found)
     }
@@ -359,7 +359,7 @@ impl Importance {
             // Values are means times the number of calls. The file does not specify the number of matrices.
             let calls = calls.max(1) as f32;
             let sums: Vec<f32> = values.collect();
-            if found.entries.insert(name.clone(), Entry { sums, counts: vec![calls] }).is_some() {
+            if found.entries.insert(name.clone(), ImportanceEntry { sums, counts: vec![calls] }).is_some() {
                 return Err(format!("`{}` appears twice", printable(&name)));
             }
         }
@@ -398,7 +398,7 @@ impl Importance {
         ];
         let metadata: Vec<(String, Value)> = metadata.into_iter().map(|(k, v)| (k.to_owned(), v)).collect();
         let mut tensors = Vec::new();
-        for (name, Entry { sums, counts }) in &self.entries {
+        for (name, ImportanceEntry { sums, counts }) in &self.entries {
             let matrices = counts.len();
             tensors.push((
                 format!("{name}{SUMS}"),
@@ -416,7 +416,7 @@ impl Importance {
         let mut put = |n: usize| bytes.extend(i32::try_from(n).unwrap_or(i32::MAX).to_le_bytes());
         put(self.entries.len());
         let calls = self.chunks.max(1);
-        for (name, Entry { sums, counts }) in &self.entries {
+        for (name, ImportanceEntry { sums, counts }) in &self.entries {
             bytes.extend((name.len() as i32).to_le_bytes());
             bytes.extend_from_slice(name.as_bytes());
             bytes.extend((calls as i32).to_le_bytes());
@@ -507,9 +507,9 @@ mod tests {
     fn some() -> Importance {
         let mut importance =
             Importance { chunks: 3, chunk_size: 8, datasets: vec!["a text".into()], ..Default::default() };
-        let entry = Entry { sums: vec![1.0, 2.0, 4.0, 0.5], counts: vec![2.0] };
+        let entry = ImportanceEntry { sums: vec![1.0, 2.0, 4.0, 0.5], counts: vec![2.0] };
         importance.entries.insert("blk.0.attn_q.weight".into(), entry);
-        let experts = Entry { sums: vec![3.0, 6.0, 0.0, 0.0], counts: vec![3.0, 0.0] };
+        let experts = ImportanceEntry { sums: vec![3.0, 6.0, 0.0, 0.0], counts: vec![3.0, 0.0] };
         importance.entries.insert("blk.0.ffn_up_exps.weight".into(), experts);
         importance
     }
@@ -532,7 +532,7 @@ mod tests {
     fn zeros_alone_and_what_is_not_finite_are_refused() {
         let of = |name: &str, shape: &[usize], sums: &[f32], counts: &[f32]| {
             let mut importance = Importance { origin: "some.imatrix".into(), ..Default::default() };
-            let entry = Entry { sums: sums.to_vec(), counts: counts.to_vec() };
+            let entry = ImportanceEntry { sums: sums.to_vec(), counts: counts.to_vec() };
             importance.entries.insert(name.into(), entry);
             let source = crate::gguf::rows::Source::Values(Vec::new());
             let kind = &crate::blocks::Q4_K;

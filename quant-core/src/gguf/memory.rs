@@ -48,13 +48,13 @@ impl Passes<'_> {
         (16 * widest).saturating_mul(at_a_time).saturating_add(sums)
     }
 
-    /// The bytes that the passes through a block need, and with GPTQ those of writing it.
+    /// The bytes that the passes through a block need, and with compensated errors those of writing it.
     fn of_block(&self, model: &Model, kind: &BlockKind<'_>, writing: u64) -> u64 {
         let (weights, step) = (block_bytes(model, kind, None), self.step(kind));
         // The allocator keeps some memory of earlier steps.
         let passing = |weights: u64| weights.saturating_add(step).saturating_mul(9) / 8;
         let mut most = passing(weights);
-        let transforms = &self.request.transforms;
+        let transforms = &self.request.method.transforms;
         let work = Workload {
             graph: kind.graph,
             sampling: self.sampling,
@@ -65,12 +65,12 @@ impl Passes<'_> {
         };
         // A block that a transform has rewritten stays in memory for the next one.
         let rewritten = if transforms.len() > 1 { block_bytes(model, kind, Some(4)) } else { 0 };
-        for transform in transforms {
+        for transform in transforms.iter() {
             let gathering = passing(weights).saturating_add(transform.gathering_memory(&work));
             let searching = weights.saturating_add(transform.memory(&work)).saturating_add(step / 4);
             most = most.max(gathering.max(searching).saturating_add(rewritten));
         }
-        if self.request.gptq.is_some() {
+        if self.request.compensation().is_some() {
             // Rewritten weights are read as F32.
             let weights = if transforms.is_empty() { weights } else { block_bytes(model, kind, Some(4)) };
             let kept: u64 = input_widths(kind).map(Hessian::kept_bytes).sum();
@@ -117,7 +117,7 @@ pub fn peak_memory(
     // piece.
     let largest = of_linears(|[n, k]| n * k).max((a.vocab * a.hidden) as u64);
     let piece = largest.min((CHUNK_VALUES as u64).max(of_linears(|[_, k]| k)));
-    let stored = if request.transforms.is_empty() { stored_size(model) } else { 4 };
+    let stored = if request.method.transforms.is_empty() { stored_size(model) } else { 4 };
     let mut writing = piece * (4 + stored + request.largest_value()) * 8 / 5;
     if model.quant_method().is_some() {
         writing += 3 * of_linears(|[n, k]| n * k);
@@ -127,7 +127,7 @@ pub fn peak_memory(
         .map(|kind| kind.layers as u64 * kind.graph.linears().map(|(.., [_, k], _)| k as u64).sum::<u64>())
         .sum();
     // The values, and their records in the journal. Steps keep factors of about as many columns and rows.
-    let importance = if request.transforms.is_empty() { 12 * inputs } else { 2 * 12 * inputs };
+    let importance = if request.method.transforms.is_empty() { 12 * inputs } else { 2 * 12 * inputs };
     let passes = Passes { sampling, request, residence };
     let step = kinds().map(|kind| passes.of_block(model, &kind, writing)).max().unwrap_or(0).max(writing);
     step.saturating_add(importance).saturating_add(PROGRAM + TEXT)

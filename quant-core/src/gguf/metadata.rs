@@ -7,7 +7,7 @@ use super::specials::{self, LatentWidths};
 use super::{gemma4, llama4, mixers};
 use crate::model::{
     Activation, Architecture, AttentionShape, Computes, EmbeddingScale, Op, Rope, RopeLayout, RopeScaling,
-    Routing,
+    RoutingRule,
 };
 use crate::{Error, Result};
 
@@ -29,7 +29,7 @@ struct Facts<'a> {
     shared_intermediate: Option<usize>,
     /// The factor by which block outputs are multiplied before they are added to the residual stream.
     residual: Option<f32>,
-    routing: Option<Routing>,
+    routing: Option<RoutingRule>,
 }
 
 pub(super) fn metadata(
@@ -58,7 +58,7 @@ pub(super) fn metadata(
         false => specials::heads(a, family, shape, &mut put)?,
     }
     put(eps_key(family), Value::F32(facts.eps as f32));
-    if let Some(routing @ Routing { experts, top_k, .. }) = facts.routing {
+    if let Some(routing @ RoutingRule { experts, top_k, .. }) = facts.routing {
         put("expert_count", count(experts)?);
         put("expert_used_count", count(top_k)?);
         if let Some(n) = facts.expert_intermediate {
@@ -248,7 +248,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
                         facts.ropes.push(rope);
                     }
                 }
-                Computes::Routing(routing) => facts.routing = Some(*routing),
+                Computes::RoutingRule(routing) => facts.routing = Some(*routing),
                 Computes::Linear { name, shape, .. } => match (family.module(name), family.expert(name)) {
                     (Some("ffn_down"), _) => facts.intermediate = Some(shape[1]),
                     (Some("ffn_down_shexp"), _) => facts.shared_intermediate = Some(shape[1]),
@@ -275,7 +275,7 @@ fn facts<'a>(a: &'a Architecture, family: &GgufFamily) -> Result<Facts<'a>> {
     {
         return Err(fault("some blocks have experts and others do not"));
     }
-    if let Some(Routing { normalized, scale, correction, on_inputs, .. }) = facts.routing {
+    if let Some(RoutingRule { normalized, scale, correction, on_inputs, .. }) = facts.routing {
         if on_inputs != family.has_chunks {
             return Err(fault("the routing weights are not factors of the values that llama.cpp expects"));
         }
@@ -362,7 +362,7 @@ fn check_graph(a: &Architecture, family: &GgufFamily, facts: &Facts<'_>) -> Resu
                 // Modules without a name in the family's list are rejected elsewhere.
                 Computes::Norm { .. }
                 | Computes::Rotation(_)
-                | Computes::Routing(_)
+                | Computes::RoutingRule(_)
                 | Computes::ExpertRows(_)
                 | Computes::ExpertSum
                 | Computes::Structure => {}

@@ -71,13 +71,11 @@ mod specials;
 mod steps;
 mod tokenizer;
 
-use std::collections::BTreeMap;
-
 use serde_json::json;
 
 pub use curvature::Curvature;
 pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
-pub use imatrix::{Entry, Importance};
+pub use imatrix::{Importance, ImportanceEntry};
 pub use memory::{peak_memory, scratch_bytes};
 pub use mixture::{MIXTURES, Mixture, mixture};
 pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
@@ -132,22 +130,19 @@ impl GgufPlan {
     ) -> serde_json::Value {
         let request = &self.request;
         let importance = importance.map(|im| sha256_hex(im.to_dat()));
-        let (transforms, settings) = (&request.transforms, &request.settings);
-        let search = transforms.iter().find_map(|t| t.search_mode(settings));
-        let prints = transforms.iter().map(|t| (t.name().to_owned(), t.fingerprint(settings)));
-        let gptq = request.gptq.map(|gptq| gptq.described().into_iter().collect::<BTreeMap<_, _>>());
-        let rounding = gptq.map(|settings| json!({ "gptq": settings }));
+        let (method, settings) = (&request.method, &request.settings);
+        let search = method.search_mode(settings);
         json!({
             "program": program,
             "config_sha256": sha256_hex(json!(directory.config()).to_string()),
             "format": FORMAT,
             "mixture": request.mixture.name,
-            "method": request.method(),
+            "method": method.name,
             "importance_sha256": importance,
             "search": format!("{:?}", request.search),
             "calibration": calibration.map(|(windows, sampling)| CalibrationReport::new(search, sampling, windows)),
-            "rounding": rounding.unwrap_or_else(|| json!({})),
-            "transforms": prints.collect::<serde_json::Map<_, _>>(),
+            "rounding": method.rounding_fingerprint(settings),
+            "transforms": method.fingerprint(settings),
         })
     }
 

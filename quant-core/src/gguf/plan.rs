@@ -13,9 +13,10 @@ use crate::blocks::{BlockSearch, BlockType, F32, MXFP4, Q4_0, Q8_0, block_type};
 use crate::checkpoint::{ModelDirectory, TensorSpec};
 use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
-use crate::recipe::Pattern;
+use crate::recipe::{Method, Pattern};
+use crate::round::BlockRounding;
 use crate::scheme::{Granularity, WeightFormat};
-use crate::transform::{Transform, TransformSettings};
+use crate::transform::{StepContext, TransformSettings};
 use crate::{Error, Result};
 
 /// The options of a run.
@@ -36,13 +37,12 @@ pub struct GgufRequest {
     pub weighted: bool,
     /// How scales are searched for.
     pub search: BlockSearch,
-    /// Steps that rewrite the float weights of blocks before rounding; they
-    /// [support blocks](Transform::supports_blocks).
-    pub transforms: Vec<&'static dyn Transform>,
-    /// Settings of these steps.
+    /// The steps that rewrite the float weights of blocks before rounding, which
+    /// [support blocks](crate::transform::Transform::supports_blocks), and the rounding, which [does
+    /// too](crate::round::Rounding::blocks).
+    pub method: Method,
+    /// Settings of the steps and of the rounding.
     pub settings: TransformSettings,
-    /// Settings of GPTQ, if codes compensate each other's rounding errors.
-    pub gptq: Option<GptqSettings>,
 }
 
 impl GgufRequest {
@@ -53,24 +53,34 @@ impl GgufRequest {
 
     /// The names of the steps before rounding.
     pub fn steps(&self) -> Vec<&'static str> {
-        self.transforms.iter().map(|t| t.name()).collect()
+        self.method.steps()
     }
 
-    /// The steps and the rounding, such as `awq-gptq`.
-    pub(super) fn method(&self) -> String {
-        let rounding = if self.gptq.is_some() { "gptq" } else { "rtn" };
-        let is_default = self.gptq.is_none() && !self.transforms.is_empty();
-        self.steps().into_iter().chain((!is_default).then_some(rounding)).collect::<Vec<_>>().join("-")
+    /// The settings with which codes compensate each other's rounding errors, if the rounding does that.
+    pub fn compensation(&self) -> Option<GptqSettings> {
+        match self.method.rounding.blocks(&self.settings) {
+            BlockRounding::Compensated { settings, .. } => Some(settings),
+            _ => None,
+        }
     }
 
     /// Whether the method needs a calibration text.
     pub fn needs_text(&self) -> bool {
-        self.gptq.is_some() || !self.transforms.is_empty()
+        self.compensation().is_some() || !self.method.transforms.is_empty()
     }
 
     /// Whether a requested type needs an importance matrix.
     pub fn needs_importance(&self) -> bool {
         self.mixture.needs_importance || self.overrides.iter().any(|(_, kind)| kind.needs_importance)
+    }
+
+    /// Fails if a step of the method is meaningless for the tensors.
+    fn check_steps(&self, architecture: &Architecture, tensors: &[PlannedTensor]) -> Result<()> {
+        let rounded = tensors.iter().filter(|tensor| !tensor.kind.is_float() && !tensor.keeps_codes());
+        self.method.check_steps(StepContext {
+            block_types: rounded.map(|tensor| tensor.kind).collect(),
+            ..StepContext::new(architecture, &self.method.name, &self.settings)
+        })
     }
 
     /// Whether only float types are requested.
@@ -237,7 +247,7 @@ impl GgufPlan {
                 and more bits; or set a type with a suitable block size with ‹override›",
             ));
         }
-        let kept = tensors.iter().find(|t| t.keeps_codes()).filter(|_| !request.transforms.is_empty());
+        let kept = tensors.iter().find(|t| t.keeps_codes()).filter(|_| !request.method.transforms.is_empty());
         if let Some(kept) = kept {
             return Err(Error::usage(
                 format!(
@@ -254,6 +264,7 @@ impl GgufPlan {
                 "omit ‹method›, or change ‹ignore› or ‹override› so that weights are rounded",
             ));
         }
+        request.check_steps(a, &tensors)?;
         let is_quantized = tensors.iter().any(|t| !t.kind.is_float());
         let name = directory.path().file_name().map(|n| n.to_string_lossy().into_owned());
         let file_type = commonest_type(&tensors).unwrap_or(mixture.id);

@@ -43,7 +43,7 @@ pub struct GgufTensorReport {
     /// The steps that multiplied columns of the weight before it was encoded.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<String>,
-    /// `gptq` if codes compensate each other's rounding errors.
+    /// The name of the rounding, such as `gptq`, if codes compensate each other's rounding errors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
     /// The square root of the sum of squared errors divided by the sum of squared values; `null` if codes were kept.
@@ -95,7 +95,7 @@ pub struct GgufInputs<'a> {
 }
 
 /// Writes every tensor of a plan. Tensors that `sink` has from an interrupted run are not encoded again. With
-/// `curvature`, weights that have an importance and a Hessian factor are encoded by GPTQ.
+/// `curvature`, weights that have an importance and a Hessian factor are encoded with compensated errors.
 ///
 /// # Errors
 /// [`Error::Numeric`] if a row exceeds the range of its type; [`Error::InputFile`] if the importance of a tensor is
@@ -129,6 +129,7 @@ pub fn write_tensors(
             tensor,
             search,
             steps: if is_rewritten { plan.request.steps() } else { Vec::new() },
+            rounding: plan.request.method.rounding.name(),
             importance,
             factors,
             sink,
@@ -153,6 +154,7 @@ struct Writer<'a> {
     tensor: &'a PlannedTensor,
     search: BlockSearch,
     steps: Vec<&'static str>,
+    rounding: &'static str,
     /// The importance of all columns, for each matrix of the tensor.
     importance: Option<Vec<f32>>,
     factors: Vec<Option<Arc<Factor>>>,
@@ -255,7 +257,7 @@ impl Writer<'_> {
             steps: self.steps.iter().map(|step| (*step).to_owned()).collect(),
             // Without importance, values are encoded by the search.
             method: (self.factors.iter().any(Option::is_some) && self.importance.is_some())
-                .then(|| "gptq".to_owned()),
+                .then(|| self.rounding.to_owned()),
             relative_rms: (!keeps_codes).then(|| match squares.value {
                 0.0 => 0.0,
                 value => (squares.error / value).sqrt(),

@@ -8,7 +8,7 @@ use super::metadata::unfit;
 use super::{layout, mixers};
 use crate::Result;
 use crate::model::{
-    Architecture, AttentionShape, BlockGraph, Op, Rope, RopeScaling, RouterScores, Routing, Yarn,
+    Architecture, AttentionShape, BlockGraph, Op, Rope, RopeScaling, RouterScores, RoutingRule, Yarn,
 };
 
 /// The start and end of YaRN's ramp, in rotations over the original context length. llama.cpp supports no others.
@@ -73,7 +73,7 @@ pub(super) fn heads(
 /// Writes how tokens are routed. The widths are those of an expert and of the shared expert.
 pub(super) fn routing(
     family: &GgufFamily,
-    routing: Routing,
+    routing: RoutingRule,
     [expert, shared]: [Option<usize>; 2],
     put: &mut impl FnMut(&str, Value),
 ) -> Result<()> {

@@ -14,9 +14,10 @@ use crate::blocks::BlockSearch;
 use crate::calibrate::HiddenStates;
 use crate::checkpoint::Dtype;
 use crate::model::{BlockGraph, Model, NodeId};
-use crate::pipeline::{SearchContext, Searched, search_rewrites};
+use crate::pipeline::{SearchContext, Searched, input_ranges, search_rewrites};
 use crate::transform::{BlockGrid, FoldRecord, Rewrite, Search, rewritten};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
+use quant_formats::timed;
 
 /// What the steps have found.
 pub struct Steps {
@@ -44,7 +45,8 @@ impl Steps {
         cancel: &CancelToken,
     ) -> Result<Self> {
         let a = model.architecture();
-        let (transforms, settings) = (&plan.request.transforms[..], &plan.request.settings);
+        let (transforms, settings) = (&plan.request.method.transforms[..], &plan.request.settings);
+        let needs_ranges = transforms.iter().any(|t| t.needs(settings).ranges);
         observer.event(&Event::StageStarted { stage: "search", unit: "block", units: a.layers as u64 });
         let ropes = model.rope(states.shape()[1])?;
         let types = Types::new(plan, importance);
@@ -66,12 +68,18 @@ impl Steps {
                     // Norms are F32 in the file, so the quotients of their weights are not rounded further.
                     let norm_dtypes = graph.norms().map(|(node, ..)| (node, Dtype::F32)).collect();
                     let block_grids = types.grids(&graph, &|name| a.in_block(layer, name))?;
+                    let ranges = match needs_ranges {
+                        true => input_ranges(&prefix, &block, states, cancel, |pass, states| {
+                            timed(observer, "ranges", || pass.run(states, false)).map(drop)
+                        })?,
+                        false => BTreeMap::new(),
+                    };
                     let context = SearchContext {
                         prefix: &prefix,
                         settings,
                         smoothing: a.smoothing,
                         norm_dtypes: &norm_dtypes,
-                        ranges: &BTreeMap::new(),
+                        ranges: &ranges,
                         block_grids: &block_grids,
                         experts_apart: false,
                         observer,
@@ -190,7 +198,7 @@ impl<'a> Types<'a> {
             sources.map(move |(index, source)| (source, (tensor, index)))
         });
         let request = &plan.request;
-        let mode = request.transforms.iter().find_map(|t| t.search_mode(&request.settings));
+        let mode = request.method.search_mode(&request.settings);
         let search = match mode {
             Some(Search::Reference) => request.search,
             // It takes a fraction of the time. The exponents are not quite as good.

@@ -7,13 +7,13 @@
 use candle_core::{D, Device, Tensor};
 use rayon::prelude::*;
 
-use super::arch::{RouterScores, Routing};
+use super::arch::{RouterScores, RoutingRule};
 use super::tensor_values::with_values;
 use crate::{Error, Result, allocate};
 
 /// Computes the expert weights of each token from the router's logits `[…, experts]` and the correction of each
 /// expert's score, if the routing has one. Ties between experts or groups are resolved in favor of the first.
-pub(super) fn route(logits: &Tensor, routing: Routing, correction: Option<&[f32]>) -> Result<Tensor> {
+pub(super) fn route(logits: &Tensor, routing: RoutingRule, correction: Option<&[f32]>) -> Result<Tensor> {
     let experts = routing.experts;
     if logits.dim(D::Minus1)? != experts || correction.is_some_and(|c| c.len() != experts) {
         return Err(Error::Internal(format!(
@@ -46,7 +46,7 @@ struct Scratch {
 /// `weights` must be all zeros on entry.
 fn route_token(
     logits: &[f32],
-    routing: Routing,
+    routing: RoutingRule,
     correction: Option<&[f32]>,
     Scratch { scores, choice, group, order }: &mut Scratch,
     weights: &mut [f32],
@@ -246,7 +246,7 @@ mod tests {
     #[test]
     fn weights_are_the_softmax_of_the_chosen() {
         let logits = [1.0_f32, 3.0, 2.0, -1.0, 0.0, 0.0, 0.0, 0.0];
-        let routing = Routing::new(4, 2);
+        let routing = RoutingRule::new(4, 2);
         let all: f64 = logits[..4].iter().map(|l| f64::from(*l).exp()).sum();
         let weights = flat(&route(&tensor(&logits, 2), routing, None).unwrap());
         for (expert, &weight) in weights[..4].iter().enumerate() {
@@ -255,7 +255,7 @@ mod tests {
         }
         assert_eq!(weights[4..], [0.25, 0.25, 0.0, 0.0]);
         let scaled =
-            flat(&route(&tensor(&logits, 2), Routing { normalized: true, ..routing }, None).unwrap());
+            flat(&route(&tensor(&logits, 2), RoutingRule { normalized: true, ..routing }, None).unwrap());
         approx::assert_relative_eq!(scaled[1] + scaled[2], 1.0, max_relative = 1e-6);
         approx::assert_relative_eq!(scaled[1] / scaled[2], weights[1] / weights[2], max_relative = 1e-6);
         assert_eq!(scaled[4..], [0.5, 0.5, 0.0, 0.0]);
@@ -267,15 +267,15 @@ mod tests {
     fn corrections_and_groups_choose_and_do_not_weigh() {
         let logits = [3.0_f32, -2.0, 2.0, 1.9, -1.0, 2.5];
         let score = |expert: usize| 1.0 / (1.0 + (-f64::from(logits[expert])).exp());
-        let routing = Routing {
+        let routing = RoutingRule {
             scores: RouterScores::Sigmoid,
             groups: Some(Groups { count: 3, chosen: 1, by_largest: 2 }),
             normalized: true,
             epsilon: 1e-20,
             scale: 2.5,
-            ..Routing::new(6, 1)
+            ..RoutingRule::new(6, 1)
         };
-        let chosen = |routing: Routing, correction: Option<&[f32]>| {
+        let chosen = |routing: RoutingRule, correction: Option<&[f32]>| {
             let weights = flat(&route(&tensor(&logits, 1), routing, correction).unwrap());
             let found = weights.iter().enumerate().filter(|(_, w)| **w != 0.0);
             found.map(|(expert, weight)| (expert, f64::from(*weight))).collect::<Vec<_>>()
@@ -283,10 +283,10 @@ mod tests {
         // The middle group has the largest sum of two; the first group has the largest score.
         assert_eq!(chosen(routing, None), [(2, 2.5)]);
         let by_largest = Groups { by_largest: 1, ..routing.groups.unwrap() };
-        assert_eq!(chosen(Routing { groups: Some(by_largest), ..routing }, None), [(0, 2.5)]);
-        assert_eq!(chosen(Routing { groups: None, ..routing }, None), [(0, 2.5)]);
+        assert_eq!(chosen(RoutingRule { groups: Some(by_largest), ..routing }, None), [(0, 2.5)]);
+        assert_eq!(chosen(RoutingRule { groups: None, ..routing }, None), [(0, 2.5)]);
         let correction = [0.0, 0.0, 0.0, 0.5, 0.0, 0.0];
-        let two = Routing { top_k: 2, ..routing };
+        let two = RoutingRule { top_k: 2, ..routing };
         assert_eq!(chosen(routing, Some(&correction)), [(3, 2.5)]);
         let found = chosen(two, Some(&correction));
         for ((expert, weight), expected) in found.into_iter().zip([2, 3]) {
@@ -297,7 +297,7 @@ mod tests {
                 max_relative = 1e-6
             );
         }
-        let (expert, weight) = chosen(Routing { normalized: false, ..routing }, Some(&correction))[0];
+        let (expert, weight) = chosen(RoutingRule { normalized: false, ..routing }, Some(&correction))[0];
         assert_eq!(expert, 3);
         approx::assert_relative_eq!(weight, 2.5 * score(3), max_relative = 1e-6);
         assert!(route(&tensor(&logits, 1), routing, Some(&[0.0; 5])).is_err());
@@ -307,7 +307,8 @@ mod tests {
     #[test]
     fn experts_are_chosen_one_after_the_other() {
         let weights = |logits: &[f32], tolerance: f32| {
-            let routing = Routing { scores: RouterScores::Sparse { tolerance }, ..Routing::new(4, 2) };
+            let routing =
+                RoutingRule { scores: RouterScores::Sparse { tolerance }, ..RoutingRule::new(4, 2) };
             flat(&route(&tensor(logits, 1), routing, None).unwrap())
         };
         let softmax = |all: &[f64]| 1.0 / all.iter().map(|l| (l - all[0]).exp()).sum::<f64>();
@@ -327,7 +328,8 @@ mod tests {
     #[test]
     fn scores_on_inputs_leave_weights_of_one() {
         let logits = tensor(&[1.0, -2.0, 3.0, 0.5, 2.0, -1.0], 2);
-        let routing = Routing { scores: RouterScores::Sigmoid, on_inputs: true, ..Routing::new(3, 1) };
+        let routing =
+            RoutingRule { scores: RouterScores::Sigmoid, on_inputs: true, ..RoutingRule::new(3, 1) };
         assert_eq!(flat(&route(&logits, routing, None).unwrap()), [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]);
         let x = tensor(&[1.0, 2.0, 3.0, 4.0], 2);
         let tokens = [1];
@@ -340,7 +342,7 @@ mod tests {
     #[test]
     fn permuting_experts_permutes_weights() {
         let logits: Vec<f32> = (0..40).map(|i| (i as f32 * 0.91).sin() * 3.0).collect();
-        let routing = Routing { normalized: true, ..Routing::new(8, 3) };
+        let routing = RoutingRule { normalized: true, ..RoutingRule::new(8, 3) };
         let order = [3, 0, 7, 1, 6, 2, 5, 4];
         let permuted: Vec<f32> = logits.chunks(8).flat_map(|row| order.map(|e| row[e])).collect();
         let weights = flat(&route(&tensor(&logits, 5), routing, None).unwrap());
@@ -376,7 +378,7 @@ mod tests {
 
     #[test]
     fn logits_must_be_finite() {
-        let routing = Routing::new(2, 1);
+        let routing = RoutingRule::new(2, 1);
         assert!(route(&tensor(&[0.0, f32::NAN], 1), routing, None).is_err());
         assert!(route(&tensor(&[0.0, 1.0, 2.0], 1), routing, None).is_err());
     }

@@ -44,7 +44,7 @@ pub use arch::{
     Activation, Architecture, AttentionShape, BlockGraph, BlockKind, Blocks, Computes, Convolution,
     Correction, DeltaNet, EmbeddingScale, FoldGroup, Groups, LayerNormParameters, LearnedPositions,
     LogitsTransform, Node, NodeId, Op, OrderGroup, Parameter, PerLayerInputs, PositionScale, ProducerRows,
-    QueryKey, Reach, Recurrent, RecurrentKind, RouterScores, Routing, StateSpace, Wrapper,
+    QueryKey, Reach, Recurrent, RecurrentKind, RouterScores, RoutingRule, StateSpace, Wrapper,
 };
 pub(crate) use arch::{ExpertOrder, describe};
 pub use block::Block;

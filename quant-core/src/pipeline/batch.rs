@@ -11,7 +11,7 @@ use super::conveyor::{Conveyor, SpanWork};
 use super::decision::Decision;
 use super::findings::KeptFindings;
 use super::read_back::{Written, finished_linears};
-use super::search::{Context, Searched, grids, norm_dtypes, search_rewrites};
+use super::search::{Context, Searched, grids, input_ranges, norm_dtypes, search_rewrites};
 use super::source::{Hashes, ReadWeights};
 use super::states::{self, StateFiles, Streams};
 use super::{Job, Program, WRITE};
@@ -352,8 +352,11 @@ impl Batch {
             return Ok(BTreeMap::new());
         }
         let together = advance && !watched.runs_unrouted();
-        let pass = (together, order.as_ref());
-        let ranges = timed(job.observer, "ranges", || input_ranges(job, prefix, watched, float, pass))?;
+        let ranges = timed(job.observer, "ranges", || {
+            input_ranges(prefix, watched, float, job.cancel, |pass, states| {
+                run_pass(job, pass, states, together, order.as_ref())
+            })
+        })?;
         if advance && !together {
             timed(job.observer, "forward", || float.advance(block, job.cancel))?;
         }
@@ -493,33 +496,4 @@ fn run_pass(
         None => pass.run(states, advance),
     }
     .map(|_| ())
-}
-
-/// Gathers the ranges of all inputs of linears. If a range is not finite, the error names a linear that reads it.
-fn input_ranges(
-    job: &Job<'_>,
-    prefix: &str,
-    block: &Block,
-    states: &mut HiddenStates,
-    (advance, order): (bool, Option<&ExpertOrder>),
-) -> Result<BTreeMap<NodeId, ChannelRanges>> {
-    let graph = block.graph();
-    let value = |linear: NodeId| graph.nodes()[linear].inputs[0];
-    let mut ranges: BTreeMap<NodeId, ChannelRanges> =
-        graph.linears().map(|(id, _, [_, k], _)| (value(id), ChannelRanges::new(k))).collect();
-    let mut pass = StatisticsPass::new(block, states.layout(), job.cancel);
-    for (value, ranges) in &mut ranges {
-        pass.gather(*value, ranges)?;
-    }
-    run_pass(job, pass, states, advance, order)?;
-    match ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
-        None => Ok(ranges),
-        Some((bad, _)) => {
-            let reader = graph.linears().find(|(id, ..)| value(*id) == *bad);
-            Err(Error::Calibration {
-                tensor: format!("{prefix}{}.weight", reader.map_or("", |(_, name, ..)| name)),
-                what: "its input".into(),
-            })
-        }
-    }
 }

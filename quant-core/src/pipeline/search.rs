@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use quant_kernels_cpu::StaticScale;
 
-use crate::calibrate::{ChannelRanges, HiddenStates};
+use crate::calibrate::{ChannelRanges, HiddenStates, StatisticsPass};
 use crate::checkpoint::Dtype;
 use crate::model::{Block, Model, NodeId};
 use crate::recipe::{Action, Plan, PlanEntry};
@@ -135,6 +135,36 @@ fn one_per_task(
         ));
     }
     Ok(rewrites)
+}
+
+/// Gathers the ranges of all inputs of linears in a pass that `run` runs. If a range is not finite, the error names a
+/// linear that reads it.
+pub(crate) fn input_ranges(
+    prefix: &str,
+    block: &Block,
+    states: &mut HiddenStates,
+    cancel: &CancelToken,
+    run: impl FnOnce(StatisticsPass<'_>, &mut HiddenStates) -> Result<()>,
+) -> Result<BTreeMap<NodeId, ChannelRanges>> {
+    let graph = block.graph();
+    let value = |linear: NodeId| graph.nodes()[linear].inputs[0];
+    let mut ranges: BTreeMap<NodeId, ChannelRanges> =
+        graph.linears().map(|(id, _, [_, k], _)| (value(id), ChannelRanges::new(k))).collect();
+    let mut pass = StatisticsPass::new(block, states.layout(), cancel);
+    for (value, ranges) in &mut ranges {
+        pass.gather(*value, ranges)?;
+    }
+    run(pass, states)?;
+    match ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
+        None => Ok(ranges),
+        Some((bad, _)) => {
+            let reader = graph.linears().find(|(id, ..)| value(*id) == *bad);
+            Err(Error::Calibration {
+                tensor: format!("{prefix}{}.weight", reader.map_or("", |(_, name, ..)| name)),
+                what: "its input".into(),
+            })
+        }
+    }
 }
 
 pub(super) fn grids(plan: &Plan, entries: &[PlanEntry]) -> BTreeMap<NodeId, LinearGrid> {

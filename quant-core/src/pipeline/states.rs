@@ -17,7 +17,7 @@ use sha2::{Digest, Sha256};
 
 use super::report::calibration;
 use super::{Job, Program};
-use crate::calibrate::{HiddenStates, Spill, Values};
+use crate::calibrate::{BatchValues, HiddenStates, Spill};
 use crate::checkpoint::{Dtype, ShardedCheckpoint, TensorSource, differences};
 use crate::digest::hex;
 use crate::{CancelToken, Error, Event, Result};
@@ -275,7 +275,7 @@ pub(super) fn load(
 ) -> Result<Streams<HiddenStates>> {
     let program = Program::current(job.cancel)?;
     let width = job.model.architecture().state_width(layer);
-    let mut streams: Streams<Values> = [None, None];
+    let mut streams: Streams<BatchValues> = [None, None];
     let mut loaded = 0;
     for path in paths {
         let broken = |reason: String| broken(path, reason);
@@ -318,7 +318,7 @@ pub(super) fn load(
                         let all = match stream {
                             Some(all) => all,
                             // The headers are checked against the lengths of the files, which bound this allocation.
-                            None => stream.insert(Values::zeros(spill, windows.tokens().len() * width)?),
+                            None => stream.insert(BatchValues::zeros(spill, windows.tokens().len() * width)?),
                         };
                         all.write(loaded * windows.length() * width + at, values)
                     };
@@ -336,7 +336,7 @@ pub(super) fn load(
     if let (Some(path), Some(windows)) = (paths.last(), job.windows.filter(|w| w.len() != loaded)) {
         return Err(broken(path, format!("ends after {loaded} of {} windows", windows.len())));
     }
-    let states = |values: Option<Values>| match (values, job.windows) {
+    let states = |values: Option<BatchValues>| match (values, job.windows) {
         (Some(values), Some(windows)) => HiddenStates::new(windows.layout(), width, values).map(Some),
         _ => Ok(None),
     };
@@ -426,7 +426,8 @@ mod tests {
     fn a_save_can_be_abandoned() {
         let width = 2 * CHUNK_VALUES;
         let states =
-            HiddenStates::new(BatchLayout::plain(1, 2), width, Values::from(vec![0.5; 2 * width])).unwrap();
+            HiddenStates::new(BatchLayout::plain(1, 2), width, BatchValues::from(vec![0.5; 2 * width]))
+                .unwrap();
         let written = |go_on: &dyn Fn() -> Result<bool>| -> Result<(bool, usize)> {
             let mut bytes = Vec::new();
             let fail = |e| Error::io("write", "states", e);

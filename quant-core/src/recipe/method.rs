@@ -10,7 +10,8 @@ use crate::model::Preparation;
 use crate::names::suggestion;
 use crate::round::{DEFAULT, Gptq, Nearest, ROUNDINGS, Rounding};
 use crate::transform::{
-    Awq, Clip, Reorder, Search, SmoothAttention, SmoothOutputs, SmoothQuant, Transform, TransformSettings,
+    Awq, Clip, Reorder, Search, SmoothAttention, SmoothOutputs, SmoothQuant, StepContext, Transform,
+    TransformSettings,
 };
 use crate::{Error, Result};
 
@@ -104,6 +105,18 @@ impl Method {
     pub fn needs_text(&self, settings: &TransformSettings) -> bool {
         let needs_statistics = |t: &&dyn Transform| t.needs(settings).ranges || t.needs(settings).states;
         self.rounding.inputs(settings).is_some() || self.transforms.iter().any(needs_statistics)
+    }
+
+    /// Fails if a step of the method is meaningless for a request.
+    pub(crate) fn check_steps(&self, mut context: StepContext<'_>) -> Result<()> {
+        let steps = self.steps();
+        for transform in self.transforms.iter() {
+            let name = transform.name();
+            context.earlier = steps.iter().copied().take_while(|step| *step != name).collect();
+            context.others = self.transforms.iter().copied().filter(|t| t.name() != name).collect();
+            transform.check(&context)?;
+        }
+        Ok(())
     }
 
     /// Sets the keys of the rounding to this method's defaults.

@@ -69,25 +69,13 @@ impl Plan {
             _ => None,
         });
         let is_rounded = |e: &PlanEntry| e.quantized().is_some_and(|(_, scheme)| rounds(scheme));
-        let mut context = StepContext {
-            architecture,
-            method: &self.method.name,
-            earlier: Vec::new(),
-            others: Vec::new(),
-            settings: &self.settings,
+        self.method.check_steps(StepContext {
             schemes: self.entries.iter().filter_map(PlanEntry::quantized).map(|(_, scheme)| scheme).collect(),
             rounded_inputs: rounded_inputs.collect(),
             rounds_in_blocks: self.entries.iter().any(|e| e.layer.is_some() && is_rounded(e)),
             calibrates_cache: self.calibrates_cache(),
-        };
-        let steps = self.method.steps();
-        for transform in self.transforms() {
-            let name = transform.name();
-            context.earlier = steps.iter().copied().take_while(|step| *step != name).collect();
-            context.others = self.transforms().iter().copied().filter(|t| t.name() != name).collect();
-            transform.check(&context)?;
-        }
-        Ok(())
+            ..StepContext::new(architecture, &self.method.name, &self.settings)
+        })
     }
 
     /// Fails if activations would be quantized for a module that does not support it.

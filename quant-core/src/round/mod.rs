@@ -2,7 +2,7 @@
 //!
 //! A [`Rounding`] answers all questions that the other stages ask: its settings, the states of the calibration batch
 //! that it needs, its memory and time, and its work. No other code refers to a rounding by name,
-//! except reports, whose field `gptq` is older than this trait, and GGUF files, which implement GPTQ for their blocks.
+//! except reports, whose field `gptq` is older than this trait.
 //!
 //! There are two kinds. A rounding that looks at one weight at a time ([`Nearest`]) rounds it when it is written. One
 //! that needs the inputs of linears ([`Gptq`]) rounds a block in [stages](StagedRounding), before its tensors are

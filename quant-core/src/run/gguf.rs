@@ -173,7 +173,7 @@ fn fill(
         }
         _ => None,
     };
-    let steps = match batch.as_mut().filter(|_| !plan.request.transforms.is_empty()) {
+    let steps = match batch.as_mut().filter(|_| !plan.request.method.transforms.is_empty()) {
         Some(batch) => {
             let states = batch.embedded(&opened.model)?;
             let (model, importance) = (&opened.model, importance.as_ref());
@@ -185,7 +185,7 @@ fn fill(
         importance = importance.map(|importance| steps.importance(importance, &plan.tensors));
     }
     let model = steps.as_ref().map_or(&opened.model, Steps::model);
-    let mut curvature = match (plan.request.gptq, batch) {
+    let mut curvature = match (plan.request.compensation(), batch) {
         (Some(settings), Some(batch)) => {
             Some(Curvature::new(model, batch.into_embedded(model)?, steps.is_none(), settings, cancel)?)
         }

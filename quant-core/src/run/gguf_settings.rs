@@ -11,10 +11,9 @@ use crate::calibrate::{Packing, Sampling};
 use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
 use crate::model::Preparation;
 use crate::names::unknown;
-use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Extensions, METHODS, Method, Pattern, no_key, step_of};
-use crate::round::{BlockRounding, Rounding};
-use crate::transform::{Transform, TransformSettings};
+use crate::round::{self, BlockRounding, Rounding};
+use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
 const DEFAULT_MIXTURE: &str = "Q4_K_M";
@@ -89,7 +88,7 @@ impl RecipeSettings {
     }
 
     /// Calls [`gguf_request`](Self::gguf_request) with the methods and steps of a program, which must
-    /// [support blocks](Transform::supports_blocks).
+    /// [support blocks](crate::transform::Transform::supports_blocks).
     ///
     /// # Errors
     /// See [`gguf_request`](Self::gguf_request).
@@ -110,7 +109,7 @@ impl RecipeSettings {
             })?;
             Ok((Pattern::new(pattern)?, kind_of(kind)?))
         });
-        let GgufMethod { transforms, settings, gptq } = self.gguf_method(extensions)?;
+        let (method, settings) = self.gguf_method(extensions)?;
         let request = GgufRequest {
             mixture: mixture(self.scheme.as_deref().unwrap_or(DEFAULT_MIXTURE))?,
             overrides: overrides.collect::<Result<_>>()?,
@@ -118,15 +117,14 @@ impl RecipeSettings {
             pre: self.gguf.pre.clone(),
             allow_fallback: self.gguf.allow_fallback,
             weighted,
-            transforms,
+            method,
             settings,
-            gptq,
             search: match self.gguf.reference_search {
                 true => BlockSearch::Reference,
                 false => BlockSearch::Refined,
             },
         };
-        if request.is_float() && !request.transforms.is_empty() {
+        if request.is_float() && !request.method.transforms.is_empty() {
             return Err(Error::usage(
                 format!(
                     "the steps {} have no effect on {}: no weight is rounded to blocks",
@@ -139,12 +137,12 @@ impl RecipeSettings {
         Ok(request)
     }
 
-    /// Returns the steps of the method, and the settings with which its rounding compensates errors, if it does.
-    fn gguf_method(&self, extensions: &Extensions) -> Result<GgufMethod> {
-        let mut found = GgufMethod::default();
-        let Some(name) = self.method.as_deref() else { return Ok(found) };
+    /// Returns the method, and the settings of its steps and of its rounding.
+    fn gguf_method(&self, extensions: &Extensions) -> Result<(Method, TransformSettings)> {
+        let name = self.method.as_deref().unwrap_or(round::DEFAULT.name());
         let method = extensions.method(name)?;
-        method.set_defaults(&mut found.settings)?;
+        let mut settings = TransformSettings::default();
+        method.set_defaults(&mut settings)?;
         let unsupported = method.preparation.map(Preparation::name);
         let unsupported = unsupported.or_else(|| {
             let transform = method.transforms.iter().find(|t| !t.supports_blocks()).map(|t| t.name());
@@ -169,20 +167,15 @@ impl RecipeSettings {
                 if !keys.iter().any(|known| known.name == key) {
                     return Err(no_key(step, key, &keys));
                 }
-                transform.set(key, &value, &mut found.settings)?;
+                transform.set(key, &value, &mut settings)?;
             }
         }
-        found.transforms = method.transforms.to_vec();
-        found.gptq = self.gguf_compensation(method.rounding, &mut found.settings)?;
-        Ok(found)
+        self.set_gguf_rounding(method.rounding, &mut settings)?;
+        Ok((method, settings))
     }
 
-    /// Sets the given keys of a rounding. Returns the settings with which it compensates errors, if it does.
-    fn gguf_compensation(
-        &self,
-        rounding: &dyn Rounding,
-        settings: &mut TransformSettings,
-    ) -> Result<Option<GptqSettings>> {
+    /// Sets the given keys of a rounding, and checks its settings.
+    fn set_gguf_rounding(&self, rounding: &dyn Rounding, settings: &mut TransformSettings) -> Result<()> {
         let name = rounding.name();
         let applies = match rounding.blocks(settings) {
             BlockRounding::Compensated { keys, .. } => keys,
@@ -212,14 +205,14 @@ impl RecipeSettings {
             rounding.set(key, &value, settings)?;
         }
         rounding.check(settings)?;
-        let BlockRounding::Compensated { settings, .. } = rounding.blocks(settings) else { return Ok(None) };
-        if self.gguf.reference_search {
+        let compensates = matches!(rounding.blocks(settings), BlockRounding::Compensated { .. });
+        if self.gguf.reference_search && compensates {
             return Err(Error::usage(
                 format!("‹reference_search› and `{name}` cannot be combined"),
                 "leave one of them out",
             ));
         }
-        Ok(Some(settings))
+        Ok(())
     }
 
     /// Whether the method has this step or rounding.
@@ -263,14 +256,6 @@ impl RecipeSettings {
         let keys = self.keys_by_name().into_iter().map(|(name, _)| name);
         given.chain(keys.filter(of_other)).collect()
     }
-}
-
-/// The method of a run that writes a GGUF file.
-#[derive(Default)]
-struct GgufMethod {
-    transforms: Vec<&'static dyn Transform>,
-    settings: TransformSettings,
-    gptq: Option<GptqSettings>,
 }
 
 /// Whether GGUF files can be written with a method.

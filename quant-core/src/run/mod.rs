@@ -64,7 +64,7 @@ pub use settings::RecipeSettings;
 pub(crate) use settings::SettingFile;
 pub use steps::{StepTime, StepTimes};
 pub use summary::{
-    Calibration, FloatsSummary, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, Output, QuantizeSummary,
-    Replaced, Summary, UndersampledExpert, UndersampledLinears, Worst,
+    Calibration, FloatsSummary, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, OutputSummary,
+    QuantizeSummary, Replaced, Summary, UndersampledExpert, UndersampledLinears, Worst,
 };
 pub use texts::{BUILTIN, Documents, HELDOUT, Text, calibration, documents};

@@ -94,7 +94,7 @@ fn engines(job: &Job<'_>, wording: &dyn Wording) -> String {
             Compatibility::With(remark) => cell(&remark),
             Compatibility::Unsure(_) | Compatibility::No(_) => return None,
         };
-        Some(format!("| {} {} | `{}` | {remark} |\n", engine.name, engine.loader.version, engine.command))
+        Some(format!("| {} {} | `{}` | {remark} |\n", engine.name, engine.version(), engine.command))
     };
     let rows: Vec<String> = ENGINES.iter().filter_map(row).collect();
     match rows.is_empty() {

@@ -341,7 +341,7 @@ pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
         let outline = Outline::new(plan, model);
         for engine in ENGINES.iter().filter(|engine| engine.is_common) {
             if let Some(Compatibility::No(reason)) = engine.loads(&outline, 1) {
-                let (name, version, format) = (engine.name, engine.loader.version, outline.container);
+                let (name, version, format) = (engine.name, engine.version(), outline.container);
                 notes.push(("note", format!("{name} {version} does not load this as {format}: {reason}")));
             }
         }

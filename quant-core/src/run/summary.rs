@@ -38,7 +38,7 @@ pub struct QuantizeSummary {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,
     /// The checkpoints, one per format.
-    pub outputs: Vec<Output>,
+    pub outputs: Vec<OutputSummary>,
     /// The duration of each step, summed over all blocks; reading the calibration text is not included.
     pub steps: Vec<StepTime>,
     /// The duration of the run in seconds.
@@ -50,7 +50,7 @@ pub struct QuantizeSummary {
 /// A checkpoint.
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
-pub struct Output {
+pub struct OutputSummary {
     /// Its directory.
     pub path: String,
     /// Its format.
@@ -236,7 +236,11 @@ impl Summary {
             method: first.map(|report| report.method.clone()).unwrap_or_default(),
             bytes_before: first.map_or(0, |report| report.bytes_before),
             calibration: first.and_then(calibration),
-            outputs: done.outputs.iter().map(|(published, report)| Output::new(published, report)).collect(),
+            outputs: done
+                .outputs
+                .iter()
+                .map(|(published, report)| OutputSummary::new(published, report))
+                .collect(),
             steps: done.steps.clone(),
             seconds: done.seconds,
             peak_memory_bytes: None,
@@ -297,7 +301,7 @@ impl Summary {
     }
 }
 
-impl Output {
+impl OutputSummary {
     fn new(published: &Published, report: &QuantReport) -> Self {
         let errors = report.tensors.iter().filter_map(|t| Some((t, t.weight_error?.relative_rms)));
         let worst = errors.max_by(|a, b| a.1.total_cmp(&b.1));

@@ -359,8 +359,7 @@ pub trait Transform: Debug + Send + Sync {
     }
 
     /// Whether the search takes account of [`BlockTask::block_grids`], and only multiplies columns and divides rows,
-    /// norms and biases. GGUF files are written only with such transforms. They then need a calibration text;
-    /// [ranges](Needs::ranges) are not gathered, and [`check`](Self::check) is not called.
+    /// norms and biases. GGUF files are written only with such transforms, and always need a calibration text for them.
     fn supports_blocks(&self) -> bool {
         false
     }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::blocks::BlockType;
 use crate::calibrate::{Residence, Sampling};
 use crate::model::{Architecture, BlockGraph, NodeId, Reach};
 use crate::scheme::LinearScheme;
@@ -86,12 +87,36 @@ pub struct StepContext<'a> {
     pub others: Vec<&'static dyn Transform>,
     /// Settings of transforms.
     pub settings: &'a TransformSettings,
-    /// The schemes of all weights that are quantized.
+    /// The schemes of all weights that are quantized to a scheme.
     pub schemes: Vec<LinearScheme>,
+    /// The types of all tensors of a GGUF file that are rounded to blocks.
+    pub block_types: Vec<&'static BlockType>,
     /// The linears in blocks whose inputs are rounded, each with its layer.
     pub rounded_inputs: std::collections::BTreeSet<(usize, NodeId)>,
     /// Whether the inputs of any weight in a block are rounded.
     pub rounds_in_blocks: bool,
     /// Whether static scales of cached keys and values are computed.
     pub calibrates_cache: bool,
+}
+
+impl<'a> StepContext<'a> {
+    /// The context of a method's first step, when nothing is quantized.
+    pub(crate) fn new(
+        architecture: &'a Architecture,
+        method: &'a str,
+        settings: &'a TransformSettings,
+    ) -> Self {
+        Self {
+            architecture,
+            method,
+            earlier: Vec::new(),
+            others: Vec::new(),
+            settings,
+            schemes: Vec::new(),
+            block_types: Vec::new(),
+            rounded_inputs: Default::default(),
+            rounds_in_blocks: false,
+            calibrates_cache: false,
+        }
+    }
 }

@@ -14,7 +14,7 @@ use super::super::layout::{self, Placed};
 use super::super::rows::{Change, RowOrder, View, matrix};
 use super::About;
 use crate::blocks::{BF16, BlockType, F16};
-use crate::checkpoint::{Checkpoint, Dtype, TensorInfo, TensorSource, printable};
+use crate::checkpoint::{Dtype, TensorInfo, TensorSource, WeightFiles, printable};
 use crate::model::Architecture;
 use crate::{Error, Result, allocate};
 
@@ -387,7 +387,7 @@ impl TensorSource for GgufSource {
     }
 }
 
-impl Checkpoint for GgufSource {
+impl WeightFiles for GgufSource {
     fn file_bytes(&self) -> u64 {
         self.file.bytes()
     }

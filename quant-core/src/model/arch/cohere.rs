@@ -5,7 +5,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
 use super::parts::{DecoderBlock, HeadNorms, Mlp, NormKind, Placement};
 use super::windows::Windows;
-use super::{Architecture, AttentionShape, Family, LogitsTransform, RouterScores, Routing};
+use super::{Architecture, AttentionShape, Family, LogitsTransform, RouterScores, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::RopeLayout;
@@ -114,10 +114,12 @@ fn experts(d: &Decoder<'_>) -> Result<GatedExperts> {
     let routing = routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok"])?;
     let routing = match config.optional_str(CHOICE)?.unwrap_or("softmax") {
         // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
-        "softmax" => Routing { normalized: true, ..routing },
-        "sigmoid" => {
-            Routing { scores: RouterScores::Sigmoid, normalized: d.flag("norm_topk_prob", true)?, ..routing }
-        }
+        "softmax" => RoutingRule { normalized: true, ..routing },
+        "sigmoid" => RoutingRule {
+            scores: RouterScores::Sigmoid,
+            normalized: d.flag("norm_topk_prob", true)?,
+            ..routing
+        },
         found => return Err(other(CHOICE, found, "softmax and sigmoid")),
     };
     let averages = match config.optional_str(STRATEGY)?.unwrap_or("average") {

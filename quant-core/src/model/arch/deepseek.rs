@@ -8,7 +8,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing};
 use super::latent::{Indexer, Latent};
 use super::parts::{Attention, HeadNorms, Projections};
-use super::{Architecture, Correction, Family, Groups, RouterScores, Routing};
+use super::{Architecture, Correction, Family, Groups, RouterScores, RoutingRule};
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
 use crate::{Error, Result};
@@ -199,7 +199,7 @@ pub(super) fn decoder<'a>(
 
 /// Sigmoid routing with a stored correction. `factor` and `groups_by_default` (count, chosen) are the defaults for the
 /// scale of the weights and the groups.
-fn by_sigmoid(d: &Decoder<'_>, factor: f64, groups_by_default: [usize; 2]) -> Result<Routing> {
+fn by_sigmoid(d: &Decoder<'_>, factor: f64, groups_by_default: [usize; 2]) -> Result<RoutingRule> {
     corrected_sigmoid(d, "mlp.gate", factor, groups_by_default)
 }
 
@@ -208,8 +208,8 @@ pub(super) fn corrected_sigmoid(
     module: &'static str,
     factor: f64,
     groups_by_default: [usize; 2],
-) -> Result<Routing> {
-    let routing = Routing {
+) -> Result<RoutingRule> {
+    let routing = RoutingRule {
         scores: RouterScores::Sigmoid,
         correction: Some(Correction { module, tensor: "e_score_correction_bias", is_row: false }),
         normalized: d.flag("norm_topk_prob", true)?,
@@ -217,14 +217,14 @@ pub(super) fn corrected_sigmoid(
         scale: d.factor("routed_scaling_factor")?.unwrap_or(factor) as f32,
         ..routing(d.config, &EXPERTS)?
     };
-    Ok(Routing { groups: groups(d.config, routing, groups_by_default, 2)?, ..routing })
+    Ok(RoutingRule { groups: groups(d.config, routing, groups_by_default, 2)?, ..routing })
 }
 
 /// Reads the groups that experts are chosen from, with these defaults for `n_group` and `topk_group`. A group is ranked
 /// by the sum of its `by_largest` largest scores. Returns `None` if all groups are chosen.
 pub(super) fn groups(
     config: &ConfigFields<'_>,
-    routing: Routing,
+    routing: RoutingRule,
     [count, chosen]: [usize; 2],
     by_largest: usize,
 ) -> Result<Option<Groups>> {
@@ -255,7 +255,7 @@ pub(super) fn groups(
 /// Experts plus a shared expert that is as wide as `n_shared_experts` experts; `shared` is the default of that key.
 pub(super) fn with_shared(
     config: &ConfigFields<'_>,
-    routing: Routing,
+    routing: RoutingRule,
     shared: usize,
 ) -> Result<GatedExperts> {
     const KEY: &str = "moe_layer_freq";

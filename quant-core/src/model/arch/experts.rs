@@ -5,7 +5,7 @@
 //! whose output is added to that of the experts.
 
 use super::parts::fused_gated;
-use super::{Activation, Blocks, FusedExperts, GraphBuilder, NodeId, Op, Routing};
+use super::{Activation, Blocks, FusedExperts, GraphBuilder, NodeId, Op, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -25,7 +25,7 @@ pub(super) struct GatedExperts {
     pub(super) linears: [&'static str; 3],
     pub(super) bias: bool,
     pub(super) product: Product,
-    pub(super) routing: Routing,
+    pub(super) routing: RoutingRule,
     pub(super) intermediate: usize,
     /// Names inside the block of the tensors that may hold the gates and ups of all experts, and the downs of all
     /// experts.
@@ -62,7 +62,7 @@ pub(super) struct SharedExpert {
 
 impl GatedExperts {
     /// Experts with the names of most families, without biases or a shared expert.
-    pub(super) fn new(routing: Routing, intermediate: usize) -> Self {
+    pub(super) fn new(routing: RoutingRule, intermediate: usize) -> Self {
         Self {
             router: "mlp.gate",
             router_bias: false,
@@ -185,7 +185,7 @@ impl SharedExpert {
     }
 }
 
-pub(super) fn routing(config: &ConfigFields<'_>, keys: &[&'static str]) -> Result<Routing> {
+pub(super) fn routing(config: &ConfigFields<'_>, keys: &[&'static str]) -> Result<RoutingRule> {
     routing_by(config, keys, &["num_experts_per_tok"])
 }
 
@@ -195,7 +195,7 @@ pub(super) fn routing_by(
     config: &ConfigFields<'_>,
     experts: &[&'static str],
     top_k: &[&'static str],
-) -> Result<Routing> {
+) -> Result<RoutingRule> {
     let key = |keys: &[&'static str]| {
         let there = keys.iter().find(|key| config.has(key));
         there.or(keys.last()).copied().unwrap_or_default()
@@ -206,7 +206,7 @@ pub(super) fn routing_by(
         return Err(config.error(experts, format!("is {found}; at most {MAX_EXPERTS} are supported")));
     }
     match config.require_positive(top_k)? {
-        max if max <= found => Ok(Routing::new(found, max)),
+        max if max <= found => Ok(RoutingRule::new(found, max)),
         max => Err(config.error(top_k, format!("is {max}, but there are only {found} experts"))),
     }
 }

@@ -5,7 +5,7 @@ use super::blocks::MAX_LAYERS;
 use super::decoder::{Decoder, Defaults, either};
 use super::experts::{GatedExperts, SharedExpert, mlp_layer_types, routing_by};
 use super::parts::{HeadNorms, Mlp};
-use super::{Architecture, Correction, Family, RouterScores, Routing};
+use super::{Architecture, Correction, Family, RouterScores, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
@@ -47,7 +47,7 @@ impl Family for MiniMaxM2 {
                 config.error("use_qk_norm", "is false; this family always normalizes queries and keys")
             );
         }
-        let routing = Routing {
+        let routing = RoutingRule {
             scores: RouterScores::Sigmoid,
             correction: Some(Correction {
                 module: "block_sparse_moe",
@@ -97,7 +97,7 @@ impl Family for Ernie45Moe {
         };
         let d = Decoder::read(config, defaults)?;
         d.refuse("use_bias", "this family does not support biases of experts")?;
-        let routing = Routing {
+        let routing = RoutingRule {
             correction: Some(Correction {
                 module: "mlp.moe_statics",
                 tensor: "e_score_correction_bias",
@@ -146,7 +146,7 @@ impl Family for GraniteMoe {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = Decoder::read(config, Defaults::new(self.name()))?;
         // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
-        let routing = Routing {
+        let routing = RoutingRule {
             normalized: true,
             ..routing_by(config, &["num_experts", "num_local_experts"], &["num_experts_per_tok"])?
         };
@@ -171,7 +171,7 @@ impl Family for HunYuanMoeV1 {
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = Decoder::read(config, Defaults { norm_eps: 1e-5, ..Defaults::new(self.name()) })?;
-        let routing = Routing {
+        let routing = RoutingRule {
             normalized: true,
             ..routing_by(config, &["num_local_experts", "num_experts"], &["num_experts_per_tok", "moe_topk"])?
         };
@@ -216,7 +216,7 @@ impl Family for HyV3 {
         // The key is required, because implementations have different defaults.
         const FACTOR: &str = "router_scaling_factor";
         let Some(factor) = d.factor(FACTOR)? else { return Err(config.error(FACTOR, "is missing")) };
-        let routing = Routing {
+        let routing = RoutingRule {
             scores: RouterScores::Sigmoid,
             correction: Some(Correction { module: "mlp", tensor: "expert_bias", is_row: false }),
             normalized: true,

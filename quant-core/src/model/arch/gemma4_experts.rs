@@ -3,7 +3,7 @@
 
 use super::experts::{GATE_UP_DOWN, GatedExperts, Product, routing_by};
 use super::parts::DecoderBlock;
-use super::{GraphBuilder, NodeId, Op, Routing};
+use super::{GraphBuilder, NodeId, Op, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -13,7 +13,7 @@ pub(super) struct ParallelExperts(pub(super) GatedExperts);
 impl ParallelExperts {
     pub(super) fn read(config: &ConfigFields<'_>) -> Result<Self> {
         let routing = routing_by(config, &["num_experts"], &["top_k_experts"])?;
-        let routing = Routing { normalized: true, ..routing };
+        let routing = RoutingRule { normalized: true, ..routing };
         let intermediate = config.require_positive("moe_intermediate_size")?;
         Ok(Self(GatedExperts {
             router: "router.proj",

@@ -6,7 +6,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, Product, routing};
 use super::parts::Mlp;
 use super::windows::Windows;
-use super::{Architecture, Family, Routing};
+use super::{Architecture, Family, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -50,7 +50,7 @@ fn describe(family: &'static str, config: &ConfigFields<'_>) -> Result<Architect
     let product =
         Product::Clamped { alpha: factor("swiglu_alpha", 1.702)?, limit: factor("swiglu_limit", 7.0)? };
     // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
-    let routing = Routing { normalized: true, ..routing(config, &["num_experts", "num_local_experts"])? };
+    let routing = RoutingRule { normalized: true, ..routing(config, &["num_experts", "num_local_experts"])? };
     let experts = GatedExperts {
         router: "mlp.router",
         router_bias: true,

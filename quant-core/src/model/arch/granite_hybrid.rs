@@ -6,7 +6,7 @@ use super::experts::{GatedExperts, SharedExpert, routing_by};
 use super::mamba::{GatedNorm, Mamba2, state_space};
 use super::mixers::Mixer;
 use super::parts::Mlp;
-use super::{Activation, Architecture, Family, Routing, StateSpace};
+use super::{Activation, Architecture, Family, RoutingRule, StateSpace};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -47,8 +47,10 @@ impl Family for GraniteMoeHybrid {
             Some(0) => Mlp::FusedGatedAs { names: MLP, activation: Activation::Silu, intermediate: shared },
             _ => {
                 // A softmax over the chosen experts equals the softmax over all experts, normalized to sum to 1.
-                let routing =
-                    Routing { normalized: true, ..routing_by(config, &[EXPERTS], &["num_experts_per_tok"])? };
+                let routing = RoutingRule {
+                    normalized: true,
+                    ..routing_by(config, &[EXPERTS], &["num_experts_per_tok"])?
+                };
                 let shared =
                     SharedExpert { prefix: "shared_mlp", intermediate: shared, gate: None, fused: Some(MLP) };
                 Mlp::Experts(GatedExperts {

@@ -4,7 +4,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, routing};
 use super::mixers::{Mixer, ShortConvolution};
 use super::parts::{DecoderBlock, HeadNorms, Mlp, Placement};
-use super::{Activation, Architecture, Correction, Family, RouterScores, Routing};
+use super::{Activation, Architecture, Correction, Family, RouterScores, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -41,7 +41,7 @@ impl Family for Lfm2Moe {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         let d = decoder(config, self.name())?;
         let stored = Correction { module: "feed_forward", tensor: "expert_bias", is_row: false };
-        let routing = Routing {
+        let routing = RoutingRule {
             scores: RouterScores::Sigmoid,
             correction: d.flag("use_expert_bias", true)?.then_some(stored),
             normalized: d.flag("norm_topk_prob", true)?,

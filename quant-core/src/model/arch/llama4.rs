@@ -5,7 +5,7 @@
 use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing};
 use super::parts::{HeadNorms, Mlp};
-use super::{Activation, Architecture, Family, PositionScale, RouterScores, Routing};
+use super::{Activation, Architecture, Family, PositionScale, RouterScores, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
@@ -35,7 +35,7 @@ impl Family for Llama4 {
             ..Defaults::new(self.name())
         };
         let d = Decoder::read(config, defaults)?;
-        let routing = Routing {
+        let routing = RoutingRule {
             scores: RouterScores::Sigmoid,
             on_inputs: true,
             ..routing(config, &["num_experts", "num_local_experts"])?

@@ -6,7 +6,7 @@ use super::experts::routing;
 use super::latent::Latent;
 use super::llama_variants::position_scale;
 use super::parts::Projections;
-use super::{Architecture, Family, Routing};
+use super::{Architecture, Family, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{RopeLayout, RopeRequest};
@@ -27,13 +27,13 @@ impl Family for Mistral4 {
         const PARAMETERS: &str = "rope_parameters";
         const SHARE: &str = "partial_rotary_factor";
         let d = decoder(config, self.name(), 1e-6)?;
-        let routing = Routing {
+        let routing = RoutingRule {
             normalized: d.flag("norm_topk_prob", true)?,
             epsilon: 1e-20,
             scale: d.factor("routed_scaling_factor")?.unwrap_or(1.0) as f32,
             ..routing(config, &EXPERTS)?
         };
-        let routing = Routing { groups: groups(config, routing, [1, 1], 2)?, ..routing };
+        let routing = RoutingRule { groups: groups(config, routing, [1, 1], 2)?, ..routing };
         let experts = with_shared(config, routing, 1)?;
         let dense = config.optional_usize("first_k_dense_replace")?.unwrap_or(0);
         // The key is required: transformers' defaults are the values of one particular release, and all published

@@ -4,7 +4,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing, sparse_layers};
 use super::parts::{HeadNorms, Mlp};
 use super::windows::Windows;
-use super::{Architecture, Family, Routing};
+use super::{Architecture, Family, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -33,7 +33,7 @@ impl Family for Mixtral {
     }
 
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
-        let routing = Routing { normalized: true, ..routing(config, &EXPERTS)? };
+        let routing = RoutingRule { normalized: true, ..routing(config, &EXPERTS)? };
         let experts = GatedExperts {
             router: "block_sparse_moe.gate",
             prefix: "block_sparse_moe.experts",
@@ -137,9 +137,9 @@ impl Family for Olmoe {
     }
 }
 
-fn normalized_if_asked(config: &ConfigFields<'_>) -> Result<Routing> {
+fn normalized_if_asked(config: &ConfigFields<'_>) -> Result<RoutingRule> {
     let normalized = config.optional_bool("norm_topk_prob")?.unwrap_or(false);
-    Ok(Routing { normalized, ..routing(config, &EXPERTS)? })
+    Ok(RoutingRule { normalized, ..routing(config, &EXPERTS)? })
 }
 
 #[cfg(test)]

@@ -46,6 +46,7 @@ mod scale_groups;
 mod side_values;
 mod starcoder2;
 mod unknown;
+mod unknown_names;
 mod windows;
 
 pub use attention_shape::AttentionShape;
@@ -58,7 +59,7 @@ pub use multimodal::Wrapper;
 pub use op::*;
 pub use query_keys::{ProducerRows, QueryKey};
 pub use recurrent::{Convolution, DeltaNet, Recurrent, RecurrentKind, StateSpace};
-pub use routing::{Correction, Groups, RouterScores, Routing};
+pub use routing::{Correction, Groups, RouterScores, RoutingRule};
 
 use crate::Result;
 use crate::checkpoint::{ConfigFields, TensorSource};
@@ -447,7 +448,7 @@ pub fn describe(config: &ConfigFields<'_>, tensors: &dyn TensorSource) -> Result
     }
     match multimodal::describe(found, config, tensors)? {
         Some(architecture) => Ok(architecture),
-        None => Err(unknown::refuse(config, found)),
+        None => Err(unknown::refuse(config, found, tensors)),
     }
 }
 

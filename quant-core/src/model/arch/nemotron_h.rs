@@ -5,7 +5,7 @@ use super::decoder::{Decoder, Defaults};
 use super::deepseek::corrected_sigmoid;
 use super::mamba::{GatedNorm, Mamba2, state_space};
 use super::parts::linear;
-use super::{Activation, Architecture, BlockGraph, Blocks, Family, GraphBuilder, NodeId, Op, Routing};
+use super::{Activation, Architecture, BlockGraph, Blocks, Family, GraphBuilder, NodeId, Op, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -22,7 +22,7 @@ enum Kind {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Experts {
-    routing: Routing,
+    routing: RoutingRule,
     intermediate: usize,
     shared: usize,
     /// Input and output features of the experts, if they differ from the hidden size.

@@ -5,7 +5,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, routing};
 use super::parts::{Mlp, NormKind};
 use super::windows::Windows;
-use super::{Architecture, Family, RouterScores, Routing};
+use super::{Architecture, Family, RouterScores, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 use crate::model::rope::{Rope, RopeScaling};
@@ -39,7 +39,7 @@ impl Family for PhiMoe {
             return Err(config.error(JITTER, format!("is {jitter}; it must be from 0 to 1")));
         }
         let scores = RouterScores::Sparse { tolerance: (2.0 * jitter) as f32 };
-        let routing = Routing { scores, ..routing(config, &["num_experts", "num_local_experts"])? };
+        let routing = RoutingRule { scores, ..routing(config, &["num_experts", "num_local_experts"])? };
         if routing.top_k != 2 {
             let reason = format!("is {}; this family supports only 2 experts per token", routing.top_k);
             return Err(config.error(CHOSEN, reason));

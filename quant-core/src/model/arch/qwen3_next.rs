@@ -5,7 +5,7 @@ use super::decoder::{Decoder, Defaults};
 use super::experts::{GatedExperts, SharedExpert, routing, sparse_layers};
 use super::mixers::{DeltaProjections, GatedDeltaNet, Mixer};
 use super::parts::{DecoderBlock, HeadNorms, NormKind, Projections};
-use super::{Architecture, DeltaNet, Family, Routing};
+use super::{Architecture, DeltaNet, Family, RoutingRule};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
@@ -91,7 +91,7 @@ fn defaults(family: &'static str, kv_heads: usize) -> Defaults {
 }
 
 fn experts(d: &Decoder<'_>, normalized: bool) -> Result<GatedExperts> {
-    let routing = Routing { normalized, ..routing(d.config, &EXPERTS)? };
+    let routing = RoutingRule { normalized, ..routing(d.config, &EXPERTS)? };
     let shared = SharedExpert::gated(d.config)?;
     Ok(GatedExperts {
         shared: Some(shared),

@@ -7,7 +7,7 @@
 /// weights are the scores without the correction, [normalized](Self::normalized) and then [scaled](Self::scale).
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
-pub struct Routing {
+pub struct RoutingRule {
     /// Number of experts.
     pub experts: usize,
     /// Number of experts per token.
@@ -30,7 +30,7 @@ pub struct Routing {
     pub on_inputs: bool,
 }
 
-impl Routing {
+impl RoutingRule {
     /// Creates a routing to the experts with the largest softmax scores, which are also their weights.
     pub fn new(experts: usize, top_k: usize) -> Self {
         Self {

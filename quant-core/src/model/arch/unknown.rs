@@ -1,16 +1,18 @@
 //! The error for an unsupported family: the nearest supported family, and the differences between the two.
 //!
 //! Every supported family is asked to describe the configuration, and the keys that it reads are recorded. The nearest
-//! family is the one that reads most of the configuration and rejects least of it. Fields that only other families read
-//! indicate a difference.
+//! family is the one that reads most of the configuration, rejects least of it, reads few characteristic keys that the
+//! configuration lacks, and has the most similar names of tensors. Of a model with a `text_config`, the text model is
+//! compared, and the nearest is a class around its family. Fields that only other families read indicate a difference.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
+use super::unknown_names::{BlockNames, CheckpointNames, of_family};
 use super::{FAMILIES, Family, known, multimodal};
-use crate::Error;
 use crate::checkpoint::{Asked, ConfigFields, printable};
+use crate::{Error, TensorSource};
 
 /// A field that indicates a difference from most families.
 struct Marker {
@@ -162,6 +164,8 @@ struct Reading {
     family: &'static dyn Family,
     asked: BTreeSet<String>,
     refused: Vec<(String, String)>,
+    /// The names in its blocks; none if it cannot describe the configuration.
+    names: BlockNames,
 }
 
 impl Reading {
@@ -170,12 +174,19 @@ impl Reading {
     fn of(family: &'static dyn Family, fields: &ConfigFields<'_>) -> Self {
         let mut map = fields.map().clone();
         let mut filled = BTreeSet::new();
-        let mut reading = Self { family, asked: BTreeSet::new(), refused: Vec::new() };
+        let mut reading =
+            Self { family, asked: BTreeSet::new(), refused: Vec::new(), names: BlockNames::new() };
         for _ in 0..REFUSALS {
             let asked = Asked::default();
             let result = family.describe(&ConfigFields::new(fields.path(), &map).noting(&asked));
             reading.asked.extend(asked.into_keys());
-            let Err(Error::Config { field, reason, .. }) = result else { break };
+            let (field, reason) = match result {
+                Err(Error::Config { field, reason, .. }) => (field, reason),
+                result => {
+                    reading.names = result.map(|architecture| of_family(&architecture)).unwrap_or_default();
+                    break;
+                }
+            };
             let key = field.split('.').next().unwrap_or_default().to_owned();
             let was_there = map.remove(&key).is_some();
             if filled.contains(&key) || !was_there && field != key {
@@ -194,17 +205,42 @@ impl Reading {
         reason.starts_with("is missing")
     }
 
-    fn resemblance(&self, found: &str, relevant: &[RelevantField<'_>]) -> i64 {
+    fn resemblance(&self, model: &Unknown<'_>) -> i64 {
         let names = self.family.architectures().iter();
-        let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(found))).max();
-        let by_name = letters_in_common.filter(|n| *n >= 4).map_or(0, |n| n as i64);
-        let by_fields = relevant.iter().map(|field| match self.asked.contains(field.key) {
+        let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(model.found))).max();
+        let by_name = letters_in_common.filter(|n| *n >= MIN_LETTERS).map_or(0, |n| n as i64);
+        let by_type = if self.family.has_model_type(model.model_type) { OF_MODEL_TYPE } else { 0 };
+        let by_fields = model.relevant.iter().map(|field| match self.asked.contains(field.key) {
             true => field.weight,
             false => -field.weight,
         });
         let by_refusals = self.refused.iter().map(|(_, reason)| if Self::lacks(reason) { -2 } else { -3 });
-        by_name + by_fields.sum::<i64>() + by_refusals.sum::<i64>()
+        let by_tensors = match model.names.is_empty() {
+            true => 0,
+            false => (OF_TENSORS * model.names.similarity(&self.names)).round() as i64 - MIN_OF_TENSORS,
+        };
+        by_name + by_type + by_fields.sum::<i64>() + by_refusals.sum::<i64>() + by_tensors
     }
+
+    /// The number of keys that few families read, this one among them, and that the configuration lacks. Keys that the
+    /// family requires are [refused](Self::refused).
+    fn missing(&self, model: &Unknown<'_>, readers: &BTreeMap<String, usize>) -> i64 {
+        let is_rare = |key: &&String| readers.get(*key).is_some_and(|n| n * RARE <= FAMILIES.len());
+        let is_refused = |key: &String| self.refused.iter().any(|(field, _)| field == key);
+        let is_there = |key: &String| model.fields.get(key).is_some();
+        let rare = self.asked.iter().filter(is_rare);
+        rare.filter(|key| !is_bookkeeping(key) && !is_refused(key) && !is_there(key)).count() as i64
+    }
+}
+
+/// The model of an unknown family.
+struct Unknown<'a> {
+    found: &'a str,
+    model_type: &'a str,
+    /// The fields of the text model.
+    fields: &'a ConfigFields<'a>,
+    relevant: Vec<RelevantField<'a>>,
+    names: CheckpointNames,
 }
 
 struct RelevantField<'a> {
@@ -238,15 +274,36 @@ impl<'a> RelevantField<'a> {
 }
 
 const MIN_SCORE: i64 = 4;
+/// Fewer common letters say nothing.
+const MIN_LETTERS: usize = 4;
+/// The score of a family whose `model_type` is that of the text model.
+const OF_MODEL_TYPE: i64 = 8;
+/// The score of a family with the same names of tensors, and the deduction from all: different names are evidence
+/// against a family.
+const OF_TENSORS: f64 = 24.0;
+const MIN_OF_TENSORS: i64 = 8;
+/// A key is rare if at most one family in `RARE` reads it.
+const RARE: usize = 4;
 const MAX_LISTED: usize = 8;
 
-pub(super) fn refuse(config: &ConfigFields<'_>, found: &str) -> Error {
+pub(super) fn refuse(config: &ConfigFields<'_>, found: &str, tensors: &dyn TensorSource) -> Error {
     let nested = config.optional_object(multimodal::TEXT).ok().flatten();
     let fields = nested.as_ref().unwrap_or(config);
-    let relevant = RelevantField::of(fields);
-    let readings = FAMILIES.iter().map(|family| Reading::of(*family, fields));
+    let model = Unknown {
+        found,
+        model_type: fields.optional_str("model_type").ok().flatten().unwrap_or_default(),
+        fields,
+        relevant: RelevantField::of(fields),
+        names: CheckpointNames::of(tensors),
+    };
+    let readings: Vec<Reading> = FAMILIES.iter().map(|family| Reading::of(*family, fields)).collect();
+    let mut readers: BTreeMap<String, usize> = BTreeMap::new();
+    for key in readings.iter().flat_map(|reading| &reading.asked) {
+        *readers.entry(key.clone()).or_default() += 1;
+    }
+    let score = |reading: &Reading| reading.resemblance(&model) - reading.missing(&model, &readers);
     let mut ranked: Vec<(i64, Reading)> =
-        readings.map(|reading| (reading.resemblance(found, &relevant), reading)).collect();
+        readings.into_iter().map(|reading| (score(&reading), reading)).collect();
     // The sort is stable: among equal scores, the first in the registry wins.
     ranked.sort_by_key(|(score, _)| std::cmp::Reverse(*score));
     let has_nearest = ranked.first().is_some_and(|(score, _)| *score >= MIN_SCORE);
@@ -255,10 +312,29 @@ pub(super) fn refuse(config: &ConfigFields<'_>, found: &str) -> Error {
     Error::UnknownArchitecture {
         path: config.path().to_owned(),
         found: found.to_owned(),
-        nearest: nearest.map(|reading| reading.family.architectures()[0]),
-        differences: differences(config, fields, nested.is_some(), &relevant, nearest, &ranked),
+        nearest: nearest.map(|reading| class_around(config, found, nested.is_some(), reading.family)),
+        differences: differences(config, fields, nested.is_some(), &model.relevant, nearest, &ranked),
         known: known(),
     }
+}
+
+/// The class with vision whose text model may be of this family, if the model seems to be one; otherwise the family's
+/// class. Of several, the first of those with the most similar names.
+fn class_around(
+    config: &ConfigFields<'_>,
+    found: &str,
+    is_nested: bool,
+    family: &dyn Family,
+) -> &'static str {
+    let own = family.architectures()[0];
+    if !is_nested && config.get("vision_config").is_none() {
+        return own;
+    }
+    let similarity = |name: &str| common_prefix(&letters(name), &letters(found));
+    let classes = multimodal::classes().filter(|(_, texts)| texts.contains(&family.name()));
+    let classes: Vec<&'static str> = classes.map(|(name, _)| name).collect();
+    let most = classes.iter().map(|name| similarity(name)).max();
+    classes.into_iter().find(|name| Some(similarity(name)) == most).unwrap_or(own)
 }
 
 fn differences(

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+pub use quant_kernels_cuda::standalone::CudaLinear;
 use quant_kernels_cuda::standalone::Launcher;
-pub use quant_kernels_cuda::standalone::Linear as CudaLinear;
 
 use super::body::kernel_activations;
 use crate::quantize::{InputGrid, QuantizedTensor};

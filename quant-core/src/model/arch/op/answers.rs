@@ -1,7 +1,7 @@
 //! The return types of the methods of [`Op`](super::Op).
 
 use super::Activation;
-use crate::model::arch::{AttentionShape, Routing};
+use crate::model::arch::{AttentionShape, RoutingRule};
 use crate::model::rope::Rope;
 
 /// How much of the batch one token's value depends on.
@@ -110,7 +110,7 @@ pub enum Computes<'a> {
     /// A rotary position embedding.
     Rotation(&'a Rope),
     /// The routing of tokens to experts.
-    Routing(&'a Routing),
+    RoutingRule(&'a RoutingRule),
     /// The selection of one expert's rows.
     ExpertRows(usize),
     /// The sum of all experts' outputs.

@@ -12,7 +12,7 @@ pub use answers::{AttentionInput, ChannelOrder, Computes, Parameter, Reach, RowC
 pub use kinds::{Activation, LayerNormParameters, PositionScale};
 
 use super::recurrent::Recurrent;
-use super::{AttentionShape, Correction, Routing};
+use super::{AttentionShape, Correction, RoutingRule};
 use crate::model::rope::Rope;
 
 /// The operation of a node.
@@ -68,14 +68,14 @@ pub enum Op {
     },
     /// Computes expert weights from a router's logits `[…, experts]`: the weights of the experts that each token is
     /// routed to, and 0 for all others.
-    Route(Routing),
+    Route(RoutingRule),
     /// Selects the rows of the tokens that are routed to an expert, from the inputs `[x, weights]`. With the router's
     /// logits as a third input, each row is multiplied by the sigmoid of its logit for the expert.
     ExpertInput {
         /// The expert.
         expert: usize,
         /// The routing.
-        routing: Routing,
+        routing: RoutingRule,
     },
     /// The weighted sum of the expert outputs: each row times its token's weight for the expert, added in the order of
     /// the experts. The inputs are the weights, then the output of each expert.
@@ -327,7 +327,7 @@ impl Op {
             Self::RmsNorm { eps, .. } | Self::LayerNorm { eps, .. } => Computes::Norm { eps: *eps },
             Self::Scale(factor) => Computes::Factor(*factor),
             Self::Rope(rope) => Computes::Rotation(rope),
-            Self::Route(routing) => Computes::Routing(routing),
+            Self::Route(routing) => Computes::RoutingRule(routing),
             Self::ExpertInput { expert, .. } => Computes::ExpertRows(*expert),
             Self::Experts { .. } => Computes::ExpertSum,
             Self::Linear { name, shape, bias, .. } => Computes::Linear { name, shape: *shape, bias: *bias },
@@ -355,9 +355,9 @@ impl Op {
     }
 
     /// Returns the routing, if the operation routes tokens to experts.
-    pub fn routing(&self) -> Option<&Routing> {
+    pub fn routing(&self) -> Option<&RoutingRule> {
         match self.computes() {
-            Computes::Routing(routing) => Some(routing),
+            Computes::RoutingRule(routing) => Some(routing),
             _ => None,
         }
     }

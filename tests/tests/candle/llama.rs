@@ -1,4 +1,4 @@
-//! A Llama decoder on candle's `QMatMul`. Nothing below `Llama::load` knows how the weights are stored.
+//! A Llama decoder on candle's `QMatMul`. Only `Llama::load` knows how the weights are stored.
 
 use candle_core::quantized::QMatMul;
 use candle_core::{D, DType, Device, Error, Module, Result, Tensor};
@@ -30,14 +30,14 @@ impl Config {
             |key: &str| number(key).ok_or_else(|| Error::msg(format!("config.json has no `{key}`")));
         let float = |key: &str, default| config.get(key).and_then(Value::as_f64).unwrap_or(default);
         if config.get("architectures") != Some(&serde_json::json!(["LlamaForCausalLM"])) {
-            candle_core::bail!("this example runs `LlamaForCausalLM` only");
+            candle_core::bail!("this decoder runs `LlamaForCausalLM` only");
         }
         // transformers writes both fields in `rope_parameters` since version 5.
         let rope = config.get("rope_parameters").and_then(Value::as_object);
         let scaling = config.get("rope_scaling").and_then(Value::as_object).or(rope);
         let kind = scaling.and_then(|scaling| scaling.get("rope_type")).and_then(Value::as_str);
         if kind.is_some_and(|kind| kind != "default") {
-            candle_core::bail!("this example does not scale rotary embeddings");
+            candle_core::bail!("this decoder does not scale rotary embeddings");
         }
         let theta = rope.and_then(|rope| rope.get("rope_theta")).and_then(Value::as_f64);
         let (hidden, heads) = (require("hidden_size")?, require("num_attention_heads")?);
