@@ -2,7 +2,7 @@
 //!
 //! `tests/compile.rs` compiles them for every architecture and checks their registers and instructions.
 
-use crate::compile::Variant;
+use crate::compile::{GpuArchitecture, Variant};
 use crate::{activation, attention, linear};
 
 /// A variant, with requirements on its machine code.
@@ -14,6 +14,9 @@ pub struct Entry {
     pub variant: Variant,
     /// The maximum number of registers per thread, so that the intended number of blocks fits on a multiprocessor.
     pub register_ceiling: u32,
+    /// The only architecture on which plans choose the variant, if there is one. On others it must compile, but may spill
+    /// registers.
+    pub only_on: Option<GpuArchitecture>,
     /// Prefixes of instructions, such as `IMMA.16832`, that the disassembly must contain on every architecture.
     pub instructions: Vec<&'static str>,
 }

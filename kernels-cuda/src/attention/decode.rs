@@ -215,6 +215,7 @@ impl DecodePlan {
             family: "attention",
             variant: self.variant,
             register_ceiling: self.register_ceiling,
+            only_on: None,
             instructions: vec!["HMMA.16816.F32", "LDGSTS.E", "MOVM.16.MT88"],
         }
     }

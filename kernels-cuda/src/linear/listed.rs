@@ -10,13 +10,14 @@ use crate::registry::Entry;
 
 /// A selection of variants: one for every scheme, and more for common schemes.
 pub fn variants() -> Vec<Entry> {
-    let mut variants = listed(GpuArchitecture::Sm86, true);
+    let variants = listed(GpuArchitecture::Sm86, true);
+    let mut entries: Vec<Entry> = variants.iter().map(LinearVariant::entry).collect();
+    // Only these devices have so much shared memory.
     for variant in listed(GpuArchitecture::Sm90, false) {
         if !variants.contains(&variant) {
-            variants.push(variant);
+            entries.push(Entry { only_on: Some(GpuArchitecture::Sm90), ..variant.entry() });
         }
     }
-    let mut entries: Vec<Entry> = variants.iter().map(LinearVariant::entry).collect();
     entries.extend(packing());
     entries
 }
@@ -71,6 +72,7 @@ impl LinearVariant {
             family: "linear",
             variant: self.compiled(),
             register_ceiling: self.shape.register_ceiling() as u32,
+            only_on: None,
             // Tensor cores, fragments of activations, copies to shared memory that bypass registers, and codes 16 bytes
             // at a time.
             instructions: vec![product, "LDSM.16.M88.4", "LDGSTS.E.BYPASS.128", "LDS.128"],
@@ -93,6 +95,7 @@ fn packing() -> Vec<Entry> {
                     family: "linear",
                     variant: launch.variant,
                     register_ceiling: 64,
+                    only_on: None,
                     instructions: vec!["STG.E"],
                 });
             }
