@@ -15,6 +15,7 @@ pub struct Mlp {
 }
 
 impl Mlp {
+    /// Loads the MLP `module` of a block.
     pub fn load(checkpoint: &Checkpoint, module: &str) -> candle_core::Result<Self> {
         let linear = |name: &str| checkpoint.qmatmul(&format!("{module}.{name}_proj"));
         Ok(Self { gate: linear("gate")?, up: linear("up")?, down: linear("down")? })

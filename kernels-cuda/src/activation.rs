@@ -360,6 +360,7 @@ fn entry(shape: &ActivationShape) -> Entry {
         variant: shape.variant([threads, held]),
         // At least half of a multiprocessor's maximum number of threads can then be resident.
         register_ceiling: if held == 16 { 48 } else { 64 },
+        spill_bytes: 0,
         only_on: None,
         instructions,
     }

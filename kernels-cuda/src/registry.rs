@@ -14,6 +14,9 @@ pub struct Entry {
     pub variant: Variant,
     /// The maximum number of registers per thread, so that the intended number of blocks fits on a multiprocessor.
     pub register_ceiling: u32,
+    /// The maximum number of bytes of registers that may be spilled: 0, unless more blocks with a few spilled registers
+    /// were faster than fewer without.
+    pub spill_bytes: u32,
     /// The only architecture on which plans choose the variant, if there is one. On others it must compile, but may spill
     /// registers.
     pub only_on: Option<GpuArchitecture>,

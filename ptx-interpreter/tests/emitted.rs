@@ -228,6 +228,9 @@ fn loads_and_stores() {
     moved("ld.global.nc.v4.f32", "st.shared.v4.f32", "f", 16);
     moved("ld.global.v2.f32", "st.shared.v2.f32", "f", 8);
     moved("ld.global.v2.u32", "st.shared.v2.u32", "r", 8);
+    moved("ld.global.u64", "st.global.u64", "rd", 8);
+    moved("ld.global.v2.u64", "st.global.v2.u64", "rd", 16);
+    moved("ld.f32", "st.global.f32", "f", 4);
     moved("ld.shared.u8", "st.global.u8", "rs", 1);
     moved("ld.shared.u16", "st.global.u16", "rs", 2);
     moved("ld.shared.u32", "st.global.u32", "r", 4);

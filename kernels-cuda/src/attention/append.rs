@@ -104,6 +104,7 @@ impl AppendPlan {
             family: "attention",
             variant: self.variant,
             register_ceiling: 64,
+            spill_bytes: 0,
             only_on: None,
             instructions: vec!["SHFL.BFLY", "STG.E"],
         }

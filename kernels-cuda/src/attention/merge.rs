@@ -74,6 +74,7 @@ impl MergePlan {
             family: "attention",
             variant: self.variant,
             register_ceiling: 64,
+            spill_bytes: 0,
             only_on: None,
             instructions: vec!["LDG.E", "STG.E"],
         }

@@ -72,6 +72,7 @@ impl LinearVariant {
             family: "linear",
             variant: self.compiled(),
             register_ceiling: self.shape.register_ceiling() as u32,
+            spill_bytes: self.spill_bytes(),
             only_on: None,
             // Tensor cores, fragments of activations, copies to shared memory that bypass registers, and codes 16 bytes
             // at a time.
@@ -95,6 +96,7 @@ fn packing() -> Vec<Entry> {
                     family: "linear",
                     variant: launch.variant,
                     register_ceiling: 64,
+                    spill_bytes: 0,
                     only_on: None,
                     instructions: vec!["STG.E"],
                 });
