@@ -173,7 +173,7 @@ fn what_is_refused() {
     );
     let expected = [
         "`Qwen3OtherForConditionalGeneration` is not supported",
-        "the nearest supported one is `Qwen3_5ForCausalLM`",
+        "the nearest supported one is `Qwen3VLForConditionalGeneration`",
         "`text_config.linear_num_value_heads` is 4",
         "LlavaForConditionalGeneration",
     ];

@@ -98,6 +98,7 @@ impl PlanLimits {
 
 /// How the chunks of `k` are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Chunks {
     /// Each by a block. The last block to finish adds their sums, which it reads from the workspace.
     Blocks,
