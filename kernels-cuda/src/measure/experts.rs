@@ -170,7 +170,7 @@ mod tests {
         for expert in 0..EXPERTS {
             let [starts, token_of] = routing(512);
             let own = &token_of[starts[expert] as usize..starts[expert + 1] as usize];
-            assert!(own.is_sorted_by(|a, b| a < b), "a token has an expert twice");
+            assert!(own.is_sorted_by(|a, b| a < b), "a token is routed to an expert twice");
         }
     }
 }
