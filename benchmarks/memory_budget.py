@@ -1,7 +1,7 @@
 """Peak memory and time of `quant quantize` under memory budgets, compared with what `quant plan` predicts.
 
-    python benchmarks/memory_budget.py QUANT XTASK TEXT OUT [--shape 1B|8B|70B] [--layers N] [--samples N] [--seq-len N]
-                                       [--methods awq,gptq,…] [--pairs N] [--share 0.33]
+    python benchmarks/memory_budget.py QUANT XTASK TEXT OUT [--shape 1B|8B|70B] [--layers N] [--vocab N] [--samples N]
+                                       [--seq-len N] [--methods awq,gptq,…] [--pairs N] [--share 0.33]
 
 For each method, a synthetic model of the shape is quantized in memory, with the predicted peak as the budget, and with
 a smaller budget: the smallest possible one, or the given share of the predicted peak if that is larger. The runs with
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="1B")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--methods", default="awq,gptq,smoothquant")
@@ -91,9 +92,9 @@ def main() -> None:
     parser.add_argument("--share", type=float)
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    model = asked.out / f"model-{asked.shape}-{asked.layers}"
+    model = asked.out / f"model-{asked.shape}-{asked.layers}-{asked.vocab}"
     if not model.exists():
-        shape = [*SHAPES[asked.shape], "--layers", str(asked.layers), "--vocab", "4096"]
+        shape = [*SHAPES[asked.shape], "--layers", str(asked.layers), "--vocab", str(asked.vocab)]
         subprocess.run([asked.xtask, "synth", *shape, model], check=True, stdout=subprocess.DEVNULL)
     rows = []
     for method in asked.methods.split(","):
@@ -138,7 +139,7 @@ def main() -> None:
     with (asked.out / "memory-budget.csv").open("a", newline="") as file:
         writer = csv.writer(file)
         for row in rows:
-            writer.writerow([asked.shape, asked.layers, asked.samples, asked.seq_len, asked.pairs, *row])
+            writer.writerow([asked.shape, asked.layers, asked.vocab, asked.samples, asked.seq_len, asked.pairs, *row])
     print("\n| method | states | predicted | used | used / predicted | seconds | time ratio |\n|---|---|---|---|---|---|---|")
     for method, name, limit, used, share, seconds, ratio, limited in rows:
         group = ", in a control group" if limited else ""
