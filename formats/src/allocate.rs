@@ -44,6 +44,20 @@ pub fn room<T>(count: usize, what: impl Display) -> Result<Vec<T>> {
     Ok(values)
 }
 
+/// Collects `count` values, for which memory is reserved first.
+///
+/// # Errors
+/// As [`zeros`].
+pub(crate) fn collected<T>(
+    count: usize,
+    values: impl IntoIterator<Item = T>,
+    what: impl Display,
+) -> Result<Vec<T>> {
+    let mut collected = room(count, what)?;
+    collected.extend(values);
+    Ok(collected)
+}
+
 fn failed<T>(count: usize, what: impl Display) -> Error {
     Error::Memory {
         what: what.to_string(),

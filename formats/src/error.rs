@@ -429,6 +429,12 @@ pub enum Error {
     Interrupted,
 }
 
+impl From<quant_kernels_cpu::KernelError> for Error {
+    fn from(error: quant_kernels_cpu::KernelError) -> Self {
+        Self::Kernel(error)
+    }
+}
+
 #[cfg(feature = "candle")]
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {

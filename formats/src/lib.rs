@@ -46,3 +46,8 @@ pub mod worker;
 pub use checkpoint::{TensorSink, TensorSource};
 pub use error::{Category, Error, Indivisible, Result};
 pub use progress::{CancelToken, Event, Observer, Silent, timed};
+
+/// The page's example is compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/crates.md")]
+struct CratesPage;

@@ -65,6 +65,31 @@ pub enum Event {
 }
 
 /// Receives the [`Event`]s of a run. Calls come from the thread that drives the run.
+///
+/// ```
+/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use quant_formats::{Event, Observer};
+///
+/// /// Counts the units that are done.
+/// #[derive(Default)]
+/// struct Counter(AtomicU64);
+///
+/// impl Observer for Counter {
+///     fn event(&self, event: &Event) {
+///         match event {
+///             Event::UnitDone { .. } => {
+///                 self.0.fetch_add(1, Ordering::Relaxed);
+///             }
+///             Event::Warning { message } => eprintln!("warning: {message}"),
+///             _ => {}
+///         }
+///     }
+/// }
+///
+/// let counter = Counter::default();
+/// counter.event(&Event::UnitDone { detail: "block 0".into() });
+/// assert_eq!(counter.0.into_inner(), 1);
+/// ```
 pub trait Observer: Send + Sync {
     /// Called at each event, in order.
     fn event(&self, event: &Event);
@@ -92,7 +117,18 @@ impl Observer for Silent {
     fn event(&self, _event: &Event) {}
 }
 
-/// Asks a run to stop at the next point at which no work is lost.
+/// Asks a run to stop at the next point at which no work is lost. Clones share the request, so another thread can keep
+/// one.
+///
+/// ```
+/// use quant_formats::{CancelToken, Category};
+///
+/// let cancel = CancelToken::new();
+/// let of_another_thread = cancel.clone();
+/// assert!(cancel.check().is_ok());
+/// of_another_thread.cancel();
+/// assert_eq!(cancel.check().unwrap_err().category(), Category::Interrupted);
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct CancelToken(Arc<AtomicBool>);
 

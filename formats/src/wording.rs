@@ -9,6 +9,26 @@ use std::fmt;
 use std::path::Path;
 
 /// A program's spelling of settings and commands.
+///
+/// ```
+/// use quant_formats::wording::{Argument, Wording, worded};
+///
+/// /// Spells settings as keys of a YAML file.
+/// struct Yaml;
+///
+/// impl Wording for Yaml {
+///     fn setting(&self, name: &str, value: Option<&str>) -> String {
+///         format!("`{name}: {}`", value.unwrap_or("…"))
+///     }
+///
+///     fn command(&self, name: &str, _arguments: &[Argument<'_>]) -> String {
+///         format!("the task `{name}`")
+///     }
+/// }
+///
+/// assert_eq!(worded("write ‹format=gptq›", &Yaml), "write `format: gptq`");
+/// assert_eq!(worded("see ‹plan(MODEL)›", &Yaml), "see the task `plan`");
+/// ```
 pub trait Wording: Sync {
     /// Spells a setting, given its name in `snake_case` and the suggested value, if any.
     fn setting(&self, name: &str, value: Option<&str>) -> String;

@@ -5,7 +5,7 @@ use std::path::Path;
 use quant_tests::args;
 use quant_tests::models::{RawTensor, TinyLlama, edit_config, read_safetensors, safetensors};
 use quant_tests::program::{Run, quant};
-use quant_tests::refusal::check_message;
+use quant_tests::refusal::{check_message, refuses_to_quantize};
 use serde_json::{Value, json};
 
 const TEXT: &str = "calibration-data/heldout/narrative.txt";
@@ -292,6 +292,7 @@ fn what_is_damaged_or_not_known_is_refused() {
         damage(&mut changed);
         quant_tests::models::write_model(&at(case), &config, &changed);
         check_message(case, &eval(&at(case), &[]), code, &[phrase]);
+        refuses_to_quantize(case, &at(case), &["--format", "modelopt"], code, &[phrase]);
     }
     for (key, value, phrase) in [
         (

@@ -1,7 +1,7 @@
 //! NaN and infinity in a checkpoint.
 
 use quant_tests::args;
-use quant_tests::models::{RawTensor, TinyLlama};
+use quant_tests::models::{RawTensor, TinyLlama, read_safetensors, write_model};
 use quant_tests::program::quant;
 use quant_tests::refusal::{check_message, refuses_to_quantize};
 
@@ -77,4 +77,36 @@ fn values_that_are_not_finite_in_a_large_tensor() {
     let expected = ["`model.embed_tokens.weight`", "3 non-finite values, the first at index 1"];
     refuses_to_quantize("a large embedding", model.path(), &RTN, 6, &expected);
     refuses_to_quantize("a large embedding", model.path(), &AWQ, 6, &expected);
+}
+
+/// Codes and scales that are finite, but whose products are not.
+#[test]
+fn products_that_are_not_finite() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    TinyLlama::default().write(&at("model"));
+    let name = "model.layers.0.mlp.up_proj.weight_scale";
+    for (scheme, largest) in [("mxfp4a16", 254), ("mxfp8a16", 254)] {
+        let out = at(scheme);
+        quant(args!["quantize", at("model"), "-o", &out, "--method", "rtn", "--scheme", scheme]).succeeded();
+        let mut tensors = read_safetensors(&out.join(WEIGHTS));
+        // The largest weight of a group has a code of at least 4.
+        tensors.iter_mut().find(|t| t.name == name).unwrap().data[3] = largest;
+        let config = serde_json::from_slice(&std::fs::read(out.join("config.json")).unwrap()).unwrap();
+        write_model(&at("damaged"), &config, &tensors);
+        for options in
+            [["--format", "safetensors", "--scheme", "f32"], ["--format", "safetensors", "--scheme", "bf16"]]
+        {
+            refuses_to_quantize(scheme, &at("damaged"), &options, 6, &["up_proj", "non-finite value"]);
+        }
+        if scheme == "mxfp4a16" {
+            refuses_to_quantize(
+                scheme,
+                &at("damaged"),
+                &["--format", "modelopt"],
+                6,
+                &["up_proj", "non-finite value"],
+            );
+        }
+    }
 }

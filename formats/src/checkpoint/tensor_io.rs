@@ -27,7 +27,45 @@ impl TensorInfo {
     }
 }
 
-/// Tensors by name, validated and read lazily.
+/// Tensors by name, validated and read lazily. Implement it for tensors that are not in a directory of safetensors.
+///
+/// ```
+/// use std::path::PathBuf;
+/// use quant_formats::checkpoint::{Dtype, TensorInfo, TensorSource};
+/// use quant_formats::Result;
+///
+/// /// A single tensor of an archive that is mapped into memory.
+/// struct Mapped {
+///     info: TensorInfo,
+///     bytes: &'static [u8],
+/// }
+///
+/// impl TensorSource for Mapped {
+///     fn names(&self) -> Vec<&str> {
+///         vec!["x"]
+///     }
+///
+///     fn info(&self, name: &str) -> Option<&TensorInfo> {
+///         (name == "x").then_some(&self.info)
+///     }
+///
+///     fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
+///         self.require(name)?;
+///         let start = offset as usize;
+///         buffer.copy_from_slice(&self.bytes[start..start + buffer.len()]);
+///         Ok(())
+///     }
+///
+///     fn location(&self, _tensor: &str) -> PathBuf {
+///         "archive.bin".into()
+///     }
+/// }
+///
+/// let info = TensorInfo { dtype: Dtype::F16, shape: vec![2] };
+/// let source = Mapped { info, bytes: &[0x00, 0x3c, 0x00, 0xc0] };
+/// assert_eq!(source.read_f32("x")?, [1.0, -2.0]);
+/// # Ok::<(), quant_formats::Error>(())
+/// ```
 pub trait TensorSource: Send + Sync {
     /// All names, sorted.
     fn names(&self) -> Vec<&str>;

@@ -33,12 +33,12 @@ impl Error {
             }
             Self::InputChanged { .. } => "run without ‹resume› to start over".into(),
             Self::NoCheckpoint { .. } => {
-                "give a GGUF file, or a Hugging Face model directory with config.json and either \
-                model.safetensors or model.safetensors.index.json and its shards"
+                "a model is a Hugging Face directory with config.json and either model.safetensors or \
+                model.safetensors.index.json and its shards; or, where weights are quantized or evaluated, a GGUF file"
                     .into()
             }
             Self::PickleOnly { .. } => {
-                "reading a pickle file can run arbitrary code, so quant never opens one; convert the model \
+                "reading a pickle file can run arbitrary code, so none is opened; convert the model \
                 once in a sandbox: load it with transformers and call `save_pretrained(..., \
                 safe_serialization=True)`"
                     .into()
@@ -82,7 +82,8 @@ impl Error {
                     .into()
             }
             Self::UnsupportedQuantization { .. } => format!(
-                "supported values of `quant_method`: {}; otherwise start from the original float checkpoint",
+                "download the checkpoint again, or start from the original float checkpoint; supported values of \
+                `quant_method`: {}",
                 quant_methods().collect::<Vec<_>>().join(", ")
             ),
             Self::NotRepackable { .. } => "quantize the original float checkpoint to this format".into(),
@@ -113,7 +114,7 @@ impl Error {
             }
             Self::Io { .. } => "check the path, its permissions, and the disk".into(),
             Self::Memory { .. } => {
-                "free some memory, raise the memory limit (ulimit -v, or that of the container), or request \
+                "free some memory, raise the memory limit of the process or container, or request \
                 fewer or shorter windows; ‹plan()› predicts the memory of a run"
                     .into()
             }
@@ -156,10 +157,10 @@ impl Error {
                     .into()
             }
             Self::Tensor(_) | Self::Internal(_) => {
-                "this is a bug: please report it with the command that caused it".into()
+                "this is a bug: please report it, and what caused it".into()
             }
             Self::Interrupted => {
-                "run the same command again; with ‹resume›, ‹quantize()› continues the interrupted run, and \
+                "run it again; with ‹resume›, ‹quantize()› continues the interrupted run, and \
                 so does ‹eval()› with the same ‹journal›"
                     .into()
             }

@@ -14,6 +14,8 @@
 
 use rayon::prelude::*;
 
+use crate::allocate::{collected, zeros};
+
 const TASK_CODES: usize = 1 << 16;
 
 /// Number of words that `count` codes of `bits` bits occupy.
@@ -110,13 +112,27 @@ pub fn unpack_rows(bytes: &[u8], columns: usize, bits: u8, codes: &mut [u8]) -> 
     Ok(())
 }
 
-pub(super) fn transpose<T: Copy>(values: &[T], rows: usize, columns: usize) -> Vec<T> {
-    (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c])).collect()
+/// Transposes a matrix.
+///
+/// # Errors
+/// [`Error::Memory`](crate::Error::Memory) when the result cannot be allocated.
+pub(super) fn transpose<T: Copy>(values: &[T], rows: usize, columns: usize) -> Result<Vec<T>, crate::Error> {
+    let transposed = (0..columns).flat_map(|c| (0..rows).map(move |r| values[r * columns + c]));
+    collected(rows * columns, transposed, "a transposed tensor")
 }
 
-pub(super) fn transpose_words(bytes: &[u8], rows: usize, columns: usize) -> Vec<u8> {
-    let words: Vec<[u8; 4]> = bytes.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]).collect();
-    transpose(&words, rows, columns).into_iter().flatten().collect()
+/// Transposes a matrix of 32-bit words.
+///
+/// # Errors
+/// See [`transpose`].
+pub(super) fn transpose_words(bytes: &[u8], rows: usize, columns: usize) -> Result<Vec<u8>, crate::Error> {
+    let mut transposed = zeros(4 * rows * columns, "a transposed tensor")?;
+    for (c, column) in transposed.chunks_exact_mut((4 * rows).max(1)).enumerate() {
+        for (r, word) in column.chunks_exact_mut(4).enumerate() {
+            word.copy_from_slice(&bytes[4 * (r * columns + c)..][..4]);
+        }
+    }
+    Ok(transposed)
 }
 
 /// Packs one row into the bytes of its words; unused bits become 0.

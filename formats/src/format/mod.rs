@@ -381,6 +381,12 @@ pub trait PackedReader: Send + Sync {
     /// to the linear `MODULE`. Modules with other tensors may have these endings too.
     fn code_suffixes(&self) -> &'static [&'static str];
 
+    /// The endings of the names of other tensors that only a quantized linear has, such as `.scales`. If the codes of
+    /// such a linear are missing, that is reported. None by default.
+    fn parameter_suffixes(&self) -> &'static [&'static str] {
+        &[]
+    }
+
     /// The scheme of a linear, or `None` if it is float.
     fn scheme(&self, module: &str) -> Option<LinearScheme>;
 

@@ -18,8 +18,9 @@ use quant_kernels_cpu::{StaticScale, e8m0_value};
 use serde_json::Value;
 
 use super::nibbles::unpack_nibbles;
-use super::numbers::{matrix, read_numbers, read_positive};
+use super::numbers::{matrix, read_numbers, read_positive, require_no_sign};
 use super::{Axis, PackedReader, PackedWeight, TensorPart};
+use crate::allocate::collected;
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
@@ -190,6 +191,10 @@ impl PackedReader for NativeFp8 {
         &[".weight"]
     }
 
+    fn parameter_suffixes(&self) -> &'static [&'static str] {
+        &[".weight_scale_inv"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         self.modules.get(module).map(|module| module.scheme)
     }
@@ -265,14 +270,18 @@ impl PackedReader for NativeFp8 {
         let module = self.module(weight.module)?;
         let name = format!("{}.weight", weight.module);
         let codes = match module.scheme.float_format() {
-            Some(FloatFormat::E2m1) => unpack_nibbles(&source.read(&name)?),
+            Some(FloatFormat::E2m1) => unpack_nibbles(&source.read(&name)?)?,
             _ => read_numbers(source, &name, FloatFormat::E4m3)?,
         };
         let stored = match source.require(&module.scale)?.dtype {
-            Dtype::F8E8M0 | Dtype::U8 => source.read(&module.scale)?.into_iter().map(e8m0_value).collect(),
+            Dtype::F8E8M0 | Dtype::U8 => {
+                let codes = source.read(&module.scale)?;
+                collected(codes.len(), codes.into_iter().map(e8m0_value), "the scales of a weight")?
+            }
             _ => source.read_f32(&module.scale)?,
         };
         require_finite(source.location(&module.scale), &module.scale, &stored)?;
+        require_no_sign(source, &module.scale, &stored)?;
         let scales = match module.scheme.granularity {
             Granularity::Group(_) => stored,
             of => QuantizedTensor::spread_scales(&stored, weight.shape, of),

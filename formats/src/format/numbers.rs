@@ -1,5 +1,6 @@
 //! Floating-point codes and scales in files, validated when they are read.
 
+use crate::allocate::collected;
 use crate::checkpoint::{Dtype, TensorSource, require_finite};
 use crate::scheme::FloatFormat;
 use crate::{Error, Result};
@@ -43,7 +44,8 @@ pub(super) fn read_numbers(source: &dyn TensorSource, name: &str, format: FloatF
 /// When one is NaN or negative.
 pub(super) fn read_group_scales(source: &dyn TensorSource, name: &str, global: f32) -> Result<Vec<f32>> {
     let codes = read_numbers(source, name, FloatFormat::E4m3)?;
-    let scales: Vec<f32> = codes.into_iter().map(|code| FloatFormat::E4m3.value(code) / global).collect();
+    let values = codes.iter().map(|&code| FloatFormat::E4m3.value(code) / global);
+    let scales = collected(codes.len(), values, "the scales of a weight")?;
     require_finite(source.location(name), name, &scales)?;
     require_no_sign(source, name, &scales)?;
     Ok(scales)

@@ -1,6 +1,7 @@
 //! A quantized checkpoint for an engine with its own model: which linears are quantized, and their weights. This works
 //! without knowledge of model families.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use super::{PackedReader, PackedWeight, reader};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
 use crate::quantize::QuantizedTensor;
 use crate::scheme::LinearScheme;
+use crate::wording::counted;
 use crate::{Error, Result};
 
 /// The key of `config.json` that describes the quantization.
@@ -106,7 +108,7 @@ impl QuantizedCheckpoint {
     /// - Those of [`ModelDirectory::open`].
     /// - [`Error::UnsupportedQuantization`]: the checkpoint is not quantized, or in an unsupported way.
     /// - [`Error::MissingTensor`], [`Error::TensorShape`], [`Error::TensorDtype`]: the tensors of a linear are
-    ///   inconsistent.
+    ///   inconsistent, incomplete or empty.
     pub fn open(path: &Path) -> Result<Self> {
         let directory = ModelDirectory::open(path)?;
         let settings = quantization_settings(&directory.fields())?;
@@ -136,7 +138,8 @@ impl QuantizedCheckpoint {
     pub fn with_reader(source: Arc<dyn TensorSource>, mut reader: Box<dyn PackedReader>) -> Result<Self> {
         reader.survey(source.as_ref())?;
         let linears = linears(source.as_ref(), reader.as_ref())?;
-        let warnings = reader.notes();
+        let mut warnings = reader.notes();
+        warnings.extend(unread(source.as_ref(), reader.as_ref(), &linears)?);
         Ok(Self { source, config: Map::new(), reader, linears, warnings })
     }
 
@@ -311,16 +314,72 @@ fn linears(source: &dyn TensorSource, reader: &dyn PackedReader) -> Result<Vec<L
     let (mut found, suffixes) = (Vec::new(), reader.code_suffixes());
     for tensor in source.names() {
         let Some(module) = suffixes.iter().find_map(|suffix| tensor.strip_suffix(suffix)) else { continue };
-        let last = module.rsplit('.').next().unwrap_or(module);
-        if EMBEDDINGS.iter().any(|part| last.contains(part)) {
+        if is_embedding(module) {
             continue;
         }
         let Some(scheme) = reader.scheme(module) else { continue };
         let Some(shape) = reader.shape(source, module)? else { continue };
+        if shape.contains(&0) {
+            return Err(Error::UnsupportedQuantization {
+                path: source.location(tensor),
+                reason: format!("the linear `{module}` has the shape {shape:?}, and no weights"),
+            });
+        }
         reader.tensors(source, PackedWeight { module, shape, scheme })?;
         found.push(LinearInfo { name: module.to_owned(), shape, scheme });
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     found.dedup_by(|a, b| a.name == b.name);
     Ok(found)
+}
+
+/// Checks that every linear with scales or zero points has codes, and describes those whose codes are not read.
+///
+/// # Errors
+/// [`Error::MissingTensor`] when a linear that is quantized according to the configuration has no codes.
+fn unread(
+    source: &dyn TensorSource,
+    reader: &dyn PackedReader,
+    linears: &[LinearInfo],
+) -> Result<Vec<String>> {
+    let mut unread = BTreeMap::new();
+    for tensor in source.names() {
+        let module = reader.parameter_suffixes().iter().find_map(|suffix| tensor.strip_suffix(suffix));
+        let Some(module) = module.filter(|module| !is_embedding(module)) else { continue };
+        if linears.binary_search_by(|linear| linear.name.as_str().cmp(module)).is_ok() {
+            continue;
+        }
+        let codes = reader.code_suffixes().iter().map(|suffix| format!("{module}{suffix}"));
+        let has_codes = codes.clone().any(|name| source.info(&name).is_some());
+        if let Some(missing) =
+            codes.into_iter().next().filter(|_| !has_codes && reader.scheme(module).is_some())
+        {
+            return Err(Error::MissingTensor { path: source.location(tensor), tensor: missing });
+        }
+        unread.entry(module).or_insert(tensor);
+    }
+    let mut notes = Vec::new();
+    if let Some((module, tensor)) = unread.first_key_value() {
+        let others = match unread.len() - 1 {
+            0 => String::new(),
+            others => format!(" (and {})", counted(others, "other linear")),
+        };
+        notes.push(format!(
+            "`{module}` has `{tensor}`{others}, but is not read as a quantized linear: its weight is float or has a dtype \
+            of a different format, or the configuration does not quantize it"
+        ));
+    }
+    if linears.is_empty() {
+        notes.push(
+            "no quantized linear was found: the tensors have other names than in this format, or hold several \
+            linears each"
+                .into(),
+        );
+    }
+    Ok(notes)
+}
+
+fn is_embedding(module: &str) -> bool {
+    let last = module.rsplit('.').next().unwrap_or(module);
+    EMBEDDINGS.iter().any(|part| last.contains(part))
 }

@@ -1,12 +1,14 @@
 //! A quantized linear in logical order, between methods and formats.
 
+use std::path::PathBuf;
+
 use quant_kernels_cpu::{
     PackedLinear, Parallel, Scales, StaticScale, WeightView, dequantize_rows, e8m0_value,
 };
 
 use super::grid::smallest_positive;
 use super::{InputGrid, Levels};
-use crate::checkpoint::Dtype;
+use crate::checkpoint::{Dtype, require_finite};
 use crate::scheme::{ActivationScheme, BLOCK, FloatFormat, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result, allocate};
 
@@ -376,6 +378,22 @@ impl QuantizedTensor {
             ));
         }
         Ok(Self { scheme, scale_dtype, ..self })
+    }
+
+    /// Fails unless all weights are finite: a scale can be finite, and its product with a code infinite. `path` and
+    /// `tensor` are for the message.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] with the number of such weights; otherwise as [`dequantize`](Self::dequantize).
+    pub fn require_finite(&self, path: PathBuf, tensor: &str) -> Result<()> {
+        let largest = match self.scheme.float_format() {
+            Some(format) => format.largest(),
+            None => f32::from(self.scheme.max_code()),
+        };
+        if self.scales.iter().all(|scale| (scale * largest).is_finite()) {
+            return Ok(());
+        }
+        require_finite(path, tensor, &self.dequantize()?)
     }
 
     /// Returns the whole matrix as `f32`, `[n, k]` row-major, with columns in the order of the inputs.

@@ -140,8 +140,8 @@ impl SchemeRequest {
                 A::Float => true,
                 _ => {
                     return refuse(
-                        "MXFP4 weights need float activations (mxfp4a16); vLLM 0.33 rounds them to MXFP4 on GPUs \
-                        that can multiply it, also if the checkpoint says float",
+                        "MXFP4 weights are written with float activations (mxfp4a16): most kernels of vLLM 0.33 choose \
+                        the type of the activations by the GPU, whatever the checkpoint says",
                     );
                 }
             },

@@ -3,6 +3,7 @@
 
 use super::{Action, Plan};
 use crate::checkpoint::{TensorInfo, TensorSpec};
+use crate::format::read_positive;
 use crate::model::{KvScheme, Model, NodeId, cached_values};
 use crate::scheme::CachePart;
 use crate::{Error, Result};
@@ -54,6 +55,7 @@ impl Plan {
         let architecture = model.architecture();
         for layer in 0..architecture.layers {
             for (value, stored) in model.kv_scale_tensors(layer)? {
+                read_positive(model.source().as_ref(), &stored)?;
                 let linear = architecture.in_block(layer, architecture.graph(layer).name(value.linear));
                 let TensorSpec { name, info } = self.cache_spec(&linear, value.part)?;
                 let entry = self.entries.iter_mut().find(|e| e.stored == stored && e.action == Action::Copy);

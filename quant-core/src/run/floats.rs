@@ -11,7 +11,8 @@ use super::outputs::given_up;
 use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use crate::checkpoint::{
-    CheckpointWriter, Dtype, ModelDirectory, Published, TensorInfo, TensorSpec, WriteOptions, refuse_overlap,
+    CheckpointWriter, Dtype, ModelDirectory, Published, TensorInfo, TensorSpec, WriteOptions,
+    non_finite_in_whole, refuse_overlap, require_finite_bytes,
 };
 use crate::digest::sha256_hex;
 use crate::model::arch::TEXT_CONFIG;
@@ -282,6 +283,7 @@ fn convert(
         piece.resize((stored.byte_len() - first).min(step as u64) as usize, 0);
         model.source().read_range(name, first, &mut piece)?;
         hash.update(&piece);
+        require_finite(model, name, stored.dtype, &piece)?;
         if skip {
             continue;
         }
@@ -316,6 +318,16 @@ fn convert(
         largest_change,
         source_blake3: hash.finalize().to_hex().to_string(),
     })
+}
+
+/// Fails if a part of a tensor holds NaN or infinity, which can come from damaged scales.
+fn require_finite(model: &Model, name: &str, dtype: Dtype, piece: &[u8]) -> Result<()> {
+    if !dtype.is_weight_float() {
+        return Ok(());
+    }
+    let source = model.source();
+    require_finite_bytes(source.location(name), name, dtype, piece)
+        .map_err(|e| non_finite_in_whole(source.as_ref(), dtype, e))
 }
 
 /// The `config.json` of the output: the original without quantization, and with the type of the floats.

@@ -33,6 +33,26 @@ pub struct Host<'a> {
 }
 
 /// The models and texts that a program knows by name.
+///
+/// ```
+/// use quant_core::run::Catalog;
+/// use quant_core::Result;
+///
+/// /// Offers the texts of a service by name.
+/// struct Texts;
+///
+/// impl Catalog for Texts {
+///     fn built_in(&self, name: &str) -> Option<Vec<String>> {
+///         (name == "support-chats").then(|| vec!["How do I reset my password?".to_owned()])
+///     }
+///
+///     fn texts(&self) -> Result<Vec<String>> {
+///         Ok(vec!["support-chats".to_owned()])
+///     }
+/// }
+///
+/// assert!(Texts.built_in("support-chats").is_some() && Texts.built_in("file.txt").is_none());
+/// ```
 pub trait Catalog: Sync {
     /// Returns whether the argument is the name of a model to be fetched, not a path.
     fn is_named(&self, model: &Path) -> bool {

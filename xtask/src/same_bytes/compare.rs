@@ -18,6 +18,8 @@ use crate::support::shards::{Entry, read_header};
 
 const REPORT: &str = "quant_report.json";
 const MANIFEST: &str = "quant_manifest.json";
+/// Describes the layout in sentences.
+const QSERVE_MANIFEST: &str = "qserve_manifest.json";
 /// Model cards are not compared, because they repeat other files.
 const CARD: &str = "README.md";
 /// Top-level keys of a report that identify the version of the program that wrote it.
@@ -25,14 +27,19 @@ const VERSIONS: [&str; 2] = ["schema", "version"];
 /// Suffix of a run's job directory, which a failed run may leave behind.
 const JOB_SUFFIX: &str = ".job";
 
-/// The first difference between the files of two directories, subdirectories included.
+/// The first difference between the files of two directories, subdirectories included; with `weights`, between their
+/// tensors, indexes and `config.json`.
 ///
 /// # Errors
 /// When a file cannot be read.
-pub fn directories(base: &Path, ours: &Path) -> Result<Option<String>> {
+pub fn directories(base: &Path, ours: &Path, weights: bool) -> Result<Option<String>> {
     let (of_base, of_ours) = (files(base)?, files(ours)?);
     let names: BTreeSet<&String> = of_base.keys().chain(of_ours.keys()).collect();
-    for name in names {
+    let described = |name: &str| {
+        let file = name.rsplit('/').next().unwrap_or(name);
+        [REPORT, MANIFEST, QSERVE_MANIFEST].contains(&file)
+    };
+    for name in names.into_iter().filter(|name| !(weights && described(name))) {
         let difference = match (of_base.get(name), of_ours.get(name)) {
             (Some(base), Some(ours)) => files_differ(base, ours)?,
             (Some(_), None) => Some("only the base writes it".to_owned()),
@@ -240,7 +247,7 @@ mod tests {
         }
 
         fn difference(&self) -> Option<String> {
-            directories(&self.at("base"), &self.at("ours")).unwrap()
+            directories(&self.at("base"), &self.at("ours"), false).unwrap()
         }
 
         #[track_caller]
@@ -273,8 +280,21 @@ mod tests {
         std::fs::remove_file(pair.at("base/out/tokenizer.model")).unwrap();
         std::fs::write(pair.at("ours/out/tokenizer.model"), b"").unwrap();
         pair.differs(&["out/tokenizer.model: the base does not"]);
-        assert!(directories(&pair.at("base"), &pair.at("nowhere")).unwrap().is_none());
-        assert!(directories(&pair.at("nowhere"), &pair.at("ours")).unwrap().is_some());
+        assert!(directories(&pair.at("base"), &pair.at("nowhere"), false).unwrap().is_none());
+        assert!(directories(&pair.at("nowhere"), &pair.at("ours"), false).unwrap().is_some());
+    }
+
+    #[test]
+    fn sentences_are_left_out_where_only_weights_count() {
+        let pair = Pair::new();
+        for name in [REPORT, MANIFEST, QSERVE_MANIFEST] {
+            pair.json(name, &json!({ "a": 1 }), &json!({ "a": 2 }));
+        }
+        let of_weights = || directories(&pair.at("base"), &pair.at("ours"), true).unwrap();
+        assert!(pair.difference().is_some());
+        assert_eq!(of_weights(), None);
+        pair.json("config.json", &json!({ "a": 1 }), &json!({ "a": 2 }));
+        assert!(of_weights().unwrap().contains("config.json"));
     }
 
     #[test]
@@ -394,6 +414,6 @@ mod tests {
         std::fs::write(&ours, [b"\x02\0\0\0\0\0\0\0{}", &data[..]].concat()).unwrap();
         pair.differs(&["a is missing"]);
         std::fs::write(&ours, b"broken").unwrap();
-        assert!(directories(&pair.at("base"), &pair.at("ours")).is_err());
+        assert!(directories(&pair.at("base"), &pair.at("ours"), false).is_err());
     }
 }

@@ -31,6 +31,9 @@ pub struct Args {
     /// Run only the cases whose names contain one of these strings
     #[arg(long, value_name = "TEXT", value_delimiter = ',')]
     pub only: Vec<String>,
+    /// Compare tensors, indexes and config.json only: not plans, reports and manifests, whose sentences may have changed
+    #[arg(long)]
+    pub weights: bool,
     /// Concurrent cases [default: two per CPU, because runs wait for the disk]
     #[arg(long)]
     pub jobs: Option<usize>,
@@ -67,7 +70,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut cases = workspace.cases(&known);
     cases.retain(|case| args.only.is_empty() || args.only.iter().any(|text| case.name.contains(&**text)));
     ensure!(!cases.is_empty(), "no case has {} in its name", args.only.join(" or "));
-    let outcomes = run_all(&cases, &programs, &scratch.join("cases"), jobs);
+    let outcomes = run_all(&cases, &programs, &scratch.join("cases"), jobs, args.weights);
     summarize(&cases, &outcomes, start.elapsed().as_secs_f64())
 }
 
@@ -92,7 +95,7 @@ fn prepare(workspace: &Workspace, programs: &Programs) -> Result<()> {
 }
 
 /// Runs the cases, several at a time, and prints one row for each in their order.
-fn run_all(cases: &[Case], programs: &Programs, scratch: &Path, jobs: usize) -> Vec<Outcome> {
+fn run_all(cases: &[Case], programs: &Programs, scratch: &Path, jobs: usize, weights: bool) -> Vec<Outcome> {
     let width = cases.iter().map(|case| case.name.len()).max().unwrap_or(0);
     println!("{:width$}  result", "case");
     let (next, (sender, receiver)) = (AtomicUsize::new(0), mpsc::channel());
@@ -104,7 +107,7 @@ fn run_all(cases: &[Case], programs: &Programs, scratch: &Path, jobs: usize) -> 
                 while let Some((index, case)) =
                     Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|i| Some((i, cases.get(i)?)))
                 {
-                    let outcome = run_case(case, programs, &scratch.join(index.to_string()))
+                    let outcome = run_case(case, programs, &scratch.join(index.to_string()), weights)
                         .unwrap_or_else(|error| Outcome::Different(format!("{error:#}")));
                     let _ = sender.send((index, outcome));
                 }
@@ -124,19 +127,24 @@ fn run_all(cases: &[Case], programs: &Programs, scratch: &Path, jobs: usize) -> 
 }
 
 /// Runs a case with both programs below a directory, which is removed unless something differs.
-fn run_case(case: &Case, programs: &Programs, scratch: &Path) -> Result<Outcome> {
+fn run_case(case: &Case, programs: &Programs, scratch: &Path, weights: bool) -> Result<Outcome> {
     let [base, ours] = ["base", "ours"].map(|side| scratch.join(side));
     for side in [&base, &ours] {
         std::fs::create_dir_all(side).with_context(|| format!("cannot create {}", side.display()))?;
     }
-    let outcome = compare_both(case, programs, [&base, &ours])?;
+    let outcome = compare_both(case, programs, [&base, &ours], weights)?;
     match outcome {
         Outcome::Different(text) => Ok(Outcome::Different(format!("{text} [{}]", scratch.display()))),
         same => remove_dir(scratch).map(|()| same),
     }
 }
 
-fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> Result<Outcome> {
+fn compare_both(
+    case: &Case,
+    programs: &Programs,
+    [base, ours]: [&Path; 2],
+    weights: bool,
+) -> Result<Outcome> {
     let both = |arguments: &[&str]| -> Result<_> {
         Ok((execute(&programs.base, base, arguments)?, execute(&programs.ours, ours, arguments)?))
     };
@@ -155,13 +163,14 @@ fn compare_both(case: &Case, programs: &Programs, [base, ours]: [&Path; 2]) -> R
             return Ok(Outcome::Different(format!("{subcommand} exits with {is:?}, was {was:?}: {last}")));
         }
         if subcommand == "plan"
+            && !weights
             && let Some(difference) = compare::plans(&of_base.stdout, &of_ours.stdout)
         {
             return Ok(Outcome::Different(format!("{subcommand}: {difference}")));
         }
         codes.push(was.context("a program was ended by a signal")?);
     }
-    if let Some(difference) = compare::directories(base, ours)? {
+    if let Some(difference) = compare::directories(base, ours, weights)? {
         return Ok(Outcome::Different(difference));
     }
     Ok(codes.into_iter().find(|code| *code != 0).map_or(Outcome::Equal, Outcome::Refused))
@@ -230,6 +239,10 @@ mod tests {
     }
 
     fn outcome_of(base: &str, ours: &str) -> (Outcome, bool) {
+        outcome_with(base, ours, false)
+    }
+
+    fn outcome_with(base: &str, ours: &str, weights: bool) -> (Outcome, bool) {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         script(&at("b"), base);
@@ -237,7 +250,7 @@ mod tests {
         let programs = Programs { base: at("b"), ours: at("o") };
         let case =
             Case { name: "a".into(), model: at("model"), options: vec!["--x".into()], writing: Vec::new() };
-        let outcomes = run_all(&[case.clone(), case], &programs, &at("cases"), 2);
+        let outcomes = run_all(&[case.clone(), case], &programs, &at("cases"), 2, weights);
         let [first, second] = <[Outcome; 2]>::try_from(outcomes).unwrap();
         let kept = [at("cases/0"), at("cases/1")].map(|kept| kept.exists());
         assert_eq!(kept[0], kept[1]);
@@ -263,6 +276,10 @@ mod tests {
             assert!(kept, "different outputs are kept for inspection");
             assert!(matches!(&outcome, Outcome::Different(text) if text.contains(expected)), "{outcome:?}");
         }
+        let other_plan = program("{\"a\": 2}", "{\"b\": 1}", [0, 0]);
+        assert_eq!(outcome_with(&base, &other_plan, true), (Outcome::Equal, false));
+        let other_file = program("{\"a\": 1}", "{\"b\": 2}", [0, 0]);
+        assert!(matches!(outcome_with(&base, &other_file, true).0, Outcome::Different(_)));
         let crash = "#!/bin/sh\nkill -9 $$\n";
         assert!(matches!(outcome_of(crash, crash).0, Outcome::Different(text) if text.contains("signal")));
     }

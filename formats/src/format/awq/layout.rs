@@ -11,6 +11,7 @@
 //! Nibble `j` (bits `4j` to `4j + 3`) of word `c` holds output `8c + ORDER[j]`.
 
 use super::{BITS, METHOD, ROWS_PER_WORD};
+use crate::allocate::zeros;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::quantize::QuantizedTensor;
@@ -114,9 +115,12 @@ fn pack_transposed(codes: &[u8], n: usize, columns: usize) -> Vec<u8> {
 }
 
 /// Unpacks codes `[n, columns]` from the bytes of words `[columns, n/8]`.
-pub(super) fn unpack_transposed(bytes: &[u8], n: usize, columns: usize) -> Vec<u8> {
+///
+/// # Errors
+/// [`Error::Memory`] when the codes cannot be allocated.
+pub(super) fn unpack_transposed(bytes: &[u8], n: usize, columns: usize) -> Result<Vec<u8>> {
     let words = n / ROWS_PER_WORD;
-    let mut codes = vec![0; n * columns];
+    let mut codes = zeros(n * columns, "the codes of a weight")?;
     for (c, rows) in codes.chunks_exact_mut((ROWS_PER_WORD * columns).max(1)).enumerate() {
         for i in 0..columns {
             let at = (i * words + c) * 4;
@@ -126,7 +130,7 @@ pub(super) fn unpack_transposed(bytes: &[u8], n: usize, columns: usize) -> Vec<u
             }
         }
     }
-    codes
+    Ok(codes)
 }
 
 #[cfg(test)]
@@ -165,7 +169,7 @@ mod tests {
                 ]
             );
             assert_eq!(parts[1].1.iter().all(|&b| b == 0x88), symmetric);
-            assert_eq!(unpack_transposed(&parts[0].1, 16, 64), tensor.codes);
+            assert_eq!(unpack_transposed(&parts[0].1, 16, 64).unwrap(), tensor.codes);
             let at = (16 + 3) * 2;
             let stored = half::f16::from_le_bytes([parts[2].1[at], parts[2].1[at + 1]]).to_f32();
             assert_eq!(stored, tensor.scales[3 * 2 + 1]);
@@ -192,7 +196,7 @@ mod tests {
                 (0..n * columns).map(|i| (seed.rotate_left(i as u32 % 64) as u8 ^ i as u8) & 15).collect();
             let bytes = pack_transposed(&codes, n, columns);
             prop_assert_eq!(bytes.len() * 2, codes.len());
-            prop_assert_eq!(unpack_transposed(&bytes, n, columns), codes);
+            prop_assert_eq!(unpack_transposed(&bytes, n, columns).unwrap(), codes);
         }
     }
 }

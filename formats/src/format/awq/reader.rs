@@ -4,7 +4,9 @@ use serde_json::Value;
 
 use super::layout::{self, codes_name, scales_name, unpack_transposed, zeros_name};
 use super::{BITS, HEAD, METHOD, VERSION};
+use crate::allocate::zeros;
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
+use crate::format::bits::transpose;
 use crate::format::checks::{check_specs, modules_to_not_convert};
 use crate::format::numbers::matrix;
 use crate::format::{Axis, PackedReader, PackedWeight, TensorPart};
@@ -56,6 +58,10 @@ impl PackedReader for Reader {
         &[".qweight"]
     }
 
+    fn parameter_suffixes(&self) -> &'static [&'static str] {
+        &[".qzeros", ".scales"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float = module == HEAD || self.float.iter().any(|part| module.contains(part.as_str()));
         (!float).then_some(LinearScheme::weight_only(WeightFormat::int(BITS, false), self.granularity))
@@ -96,7 +102,7 @@ impl PackedReader for Reader {
     fn zeros(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Option<Vec<u8>>> {
         let PackedWeight { module, shape: [n, k], scheme } = weight;
         let groups = k / scheme.granularity.group_size(k);
-        Ok(Some(unpack_transposed(&source.read(&zeros_name(module))?, n, groups)))
+        unpack_transposed(&source.read(&zeros_name(module))?, n, groups).map(Some)
     }
 
     fn read(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
@@ -105,15 +111,14 @@ impl PackedReader for Reader {
         let [n, k] = shape;
         let groups = k / scheme.granularity.group_size(k);
         let name = scales_name(module);
-        let mut stored = vec![0.0; n * groups];
+        let mut stored: Vec<f32> = zeros(n * groups, "the scales of a weight")?;
         Dtype::F16.widen(&source.read(&name)?, &mut stored);
         require_finite(source.location(&name), &name, &stored)?;
-        let scales = (0..n).flat_map(|o| (0..groups).map(move |g| (o, g))).map(|(o, g)| stored[g * n + o]);
         let tensor = QuantizedTensor {
             shape,
             scheme,
-            codes: unpack_transposed(&source.read(&codes_name(module))?, n, k),
-            scales: scales.collect(),
+            codes: unpack_transposed(&source.read(&codes_name(module))?, n, k)?,
+            scales: transpose(&stored, groups, n)?,
             scale_dtype: Dtype::F16,
             zeros: self.zeros(source, weight)?,
             levels: None,

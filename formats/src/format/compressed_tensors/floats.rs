@@ -22,6 +22,7 @@
 use quant_kernels_cpu::{StaticScale, e8m0_value};
 
 use super::layout::{Storage, input_scale_name, packed_name, scale_name, weight_name};
+use crate::allocate::collected;
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::error::Indivisible;
 use crate::format::PackedWeight;
@@ -129,7 +130,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<Vec<u8>
 pub(super) fn read(source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<QuantizedTensor> {
     let PackedWeight { module, shape, scheme } = weight;
     let codes = match scheme.float_format() {
-        Some(FloatFormat::E2m1) => unpack_nibbles(&source.read(&packed_name(module))?),
+        Some(FloatFormat::E2m1) => unpack_nibbles(&source.read(&packed_name(module))?)?,
         _ => read_numbers(source, &weight_name(module), FloatFormat::E4m3)?,
     };
     let name = scale_name(module);
@@ -143,7 +144,8 @@ pub(super) fn read(source: &dyn TensorSource, weight: PackedWeight<'_>) -> Resul
                 Some(global) => FloatFormat::E4m3.value(code) / global,
                 None => e8m0_value(code),
             };
-            let scales: Vec<f32> = source.read(&name)?.into_iter().map(number).collect();
+            let codes = source.read(&name)?;
+            let scales = collected(codes.len(), codes.into_iter().map(number), "the scales of a weight")?;
             require_finite(source.location(&name), &name, &scales)?;
             require_no_sign(source, &name, &scales)?;
             (scales, fixed.dtype())

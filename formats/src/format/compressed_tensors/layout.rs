@@ -24,6 +24,7 @@
 //! zero points of [`QuantizedTensor`] unchanged. `int-quantized` stores them without the offset.
 
 use super::floats;
+use crate::allocate::zeros;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows, words_for};
@@ -214,7 +215,7 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
         _ => {
             let mut bytes = vec![pack_rows(&tensor.codes, k, bits), scales];
             if let Some(zeros) = &tensor.zeros {
-                bytes.push(pack_zeros(zeros, n, bits));
+                bytes.push(pack_zeros(zeros, n, bits)?);
             }
             bytes.push([n, k].iter().flat_map(|&d| (d as i64).to_le_bytes()).collect());
             bytes
@@ -227,12 +228,12 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
 pub(super) const CODE_OFFSET: u8 = 128;
 
 /// Packs zero points `[n, groups]` along `n`: word `w` of group `g` is at `[w, g]`.
-fn pack_zeros(zeros: &[u8], n: usize, bits: u8) -> Vec<u8> {
+fn pack_zeros(zeros: &[u8], n: usize, bits: u8) -> Result<Vec<u8>> {
     if zeros.is_empty() {
-        return Vec::new();
+        return Ok(Vec::new());
     }
     let groups = zeros.len() / n;
-    let columns = transpose(zeros, n, groups);
+    let columns = transpose(zeros, n, groups)?;
     let packed = pack_rows(&columns, n, bits);
     transpose_words(&packed, groups, words_for(n, bits))
 }
@@ -242,10 +243,10 @@ pub(super) fn unpack_zeros(bytes: &[u8], n: usize, groups: usize, bits: u8) -> R
     if n == 0 || groups == 0 {
         return Ok(Vec::new());
     }
-    let packed = transpose_words(bytes, words_for(n, bits), groups);
-    let mut columns = vec![0; n * groups];
+    let packed = transpose_words(bytes, words_for(n, bits), groups)?;
+    let mut columns = zeros(n * groups, "the zero points of a weight")?;
     unpack_rows(&packed, n, bits, &mut columns).map_err(|e| Error::Internal(format!("packed zeros: {e}")))?;
-    Ok(transpose(&columns, groups, n))
+    transpose(&columns, groups, n)
 }
 
 #[cfg(test)]

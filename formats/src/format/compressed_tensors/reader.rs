@@ -15,6 +15,7 @@ use super::layout::{
 };
 use super::object::Object;
 use super::{EMBEDDING, LINEAR, METHOD, REGEX, STATUS, floats};
+use crate::allocate;
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, printable, require_finite, require_weight_float};
 use crate::format::bits::{unpack_rows, words_for};
 use crate::format::checks::check_specs;
@@ -231,6 +232,10 @@ impl PackedReader for Reader {
         &[".weight_packed", ".weight"]
     }
 
+    fn parameter_suffixes(&self) -> &'static [&'static str] {
+        &[".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx", ".weight_global_scale"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         self.linear(module).map(|target| target.scheme)
     }
@@ -380,7 +385,7 @@ impl PackedReader for Reader {
         let scale_name = scale_name(module);
         let scale_dtype = source.require(&scale_name)?.dtype;
         let groups = k / scheme.granularity.group_size(k);
-        let mut scales = vec![0.0; n * groups];
+        let mut scales: Vec<f32> = allocate::zeros(n * groups, "the scales of a weight")?;
         scale_dtype.widen(&source.read(&scale_name)?, &mut scales);
         require_finite(source.location(&scale_name), &scale_name, &scales)?;
         let zeros = self.zeros(source, weight)?;
@@ -501,8 +506,8 @@ fn check_weight_shape(source: &dyn TensorSource, module: &str, expected: [usize;
 fn read_codes(source: &dyn TensorSource, name: &str, [n, k]: [usize; 2], bits: u8) -> Result<Vec<u8>> {
     let row_bytes = words_for(k, bits) * 4;
     let rows = (READ_BYTES / row_bytes).max(1);
-    let mut codes = vec![0; n * k];
-    let mut buffer = vec![0; rows.min(n) * row_bytes];
+    let mut codes = allocate::zeros(n * k, "the codes of a weight")?;
+    let mut buffer = allocate::zeros(rows.min(n) * row_bytes, "the words of a weight")?;
     for (i, codes) in codes.chunks_mut(rows * k).enumerate() {
         let bytes = &mut buffer[..codes.len() / k * row_bytes];
         source.read_range(name, (i * rows * row_bytes) as u64, bytes)?;

@@ -20,6 +20,7 @@
 use std::borrow::Cow;
 
 use super::METHOD;
+use crate::allocate;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::error::Indivisible;
 use crate::format::bits::{pack_rows, transpose, transpose_words, unpack_rows};
@@ -113,12 +114,12 @@ pub(super) fn pack(module: &str, tensor: &QuantizedTensor) -> Result<Vec<(Tensor
         None => (Cow::Borrowed(&tensor.codes[..]), vec![1 << (bits - 1); n * groups]),
     };
     let codes = pack_rows(&codes, k, bits);
-    let codes = transpose_words(&codes, n, codes.len() / 4 / n);
+    let codes = transpose_words(&codes, n, codes.len() / 4 / n)?;
     let index = group_index(k, k / groups).flat_map(i32::to_le_bytes).collect();
     let bytes = [
         codes,
-        pack_zeros(transpose(&zeros, n, groups), n, bits),
-        tensor.scale_dtype.narrow(&transpose(&tensor.scales, n, groups)),
+        pack_zeros(transpose(&zeros, n, groups)?, n, bits),
+        tensor.scale_dtype.narrow(&transpose(&tensor.scales, n, groups)?),
         index,
     ];
     Ok(specs.into_iter().zip(bytes).collect())
@@ -164,9 +165,9 @@ pub(super) fn group_index(k: usize, group_size: usize) -> impl Iterator<Item = i
 
 /// Unpacks codes `[n, k]` from the bytes of words `[k·bits/32, n]`; the caller checked their number.
 pub(super) fn unpack_codes(bytes: &[u8], [n, k]: [usize; 2], bits: u8) -> Result<Vec<u8>> {
-    let mut codes = vec![0; n * k];
+    let mut codes = allocate::zeros(n * k, "the codes of a weight")?;
     if !codes.is_empty() {
-        let rows = transpose_words(bytes, bytes.len() / 4 / n, n);
+        let rows = transpose_words(bytes, bytes.len() / 4 / n, n)?;
         unpack_rows(&rows, k, bits, &mut codes).map_err(inconsistent)?;
     }
     Ok(codes)
@@ -181,20 +182,21 @@ pub(super) fn unpack_zeros(
     bits: u8,
     less_one: bool,
 ) -> Result<Vec<u8>> {
-    let mut zeros = vec![0; n * groups];
+    let mut zeros = allocate::zeros(n * groups, "the zero points of a weight")?;
     if zeros.is_empty() {
         return Ok(zeros);
     }
     let mask = u8::MAX >> (8 - bits);
     if less_one && bits != 3 {
         let words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-        let words: Vec<u8> = words.flat_map(|word| word.wrapping_add(ones(bits)).to_le_bytes()).collect();
+        let words = words.flat_map(|word| word.wrapping_add(ones(bits)).to_le_bytes());
+        let words = allocate::collected(bytes.len(), words, "the zero points of a weight")?;
         unpack_rows(&words, n, bits, &mut zeros).map_err(inconsistent)?;
     } else {
         unpack_rows(bytes, n, bits, &mut zeros).map_err(inconsistent)?;
         zeros.iter_mut().for_each(|z| *z = z.wrapping_add(u8::from(less_one)) & mask);
     }
-    Ok(transpose(&zeros, groups, n))
+    transpose(&zeros, groups, n)
 }
 
 fn inconsistent(error: impl std::fmt::Display) -> Error {

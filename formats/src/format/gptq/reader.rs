@@ -5,7 +5,9 @@ use serde_json::Value;
 
 use super::layout::{self, codes_name, index_name, scales_name, unpack_codes, unpack_zeros, zeros_name};
 use super::{EXCLUDED, HEAD, METHOD, V1, V2};
+use crate::allocate::zeros;
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
+use crate::format::bits::transpose;
 use crate::format::checks::check_specs;
 use crate::format::numbers::matrix;
 use crate::format::{Axis, Contents, PackedReader, PackedWeight, TensorPart, input_order};
@@ -99,6 +101,10 @@ impl PackedReader for Reader {
         &[".qweight"]
     }
 
+    fn parameter_suffixes(&self) -> &'static [&'static str] {
+        &[".qzeros", ".scales", ".g_idx"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         let float =
             (module == HEAD && !self.head) || self.float.iter().any(|pattern| pattern.is_match(module));
@@ -180,14 +186,14 @@ impl PackedReader for Reader {
         let order = self.input_order(source, weight)?;
         let name = scales_name(module);
         let scale_dtype = source.require(&name)?.dtype;
-        let mut stored = vec![0.0; n * groups];
+        let mut stored: Vec<f32> = zeros(n * groups, "the scales of a weight")?;
         scale_dtype.widen(&source.read(&name)?, &mut stored);
         require_finite(source.location(&name), &name, &stored)?;
         let tensor = QuantizedTensor {
             shape,
             scheme,
             codes: unpack_codes(&source.read(&codes_name(module))?, shape, scheme.bits())?,
-            scales: crate::format::bits::transpose(&stored, groups, n),
+            scales: transpose(&stored, groups, n)?,
             scale_dtype,
             zeros: self.zeros(source, weight)?,
             levels: None,

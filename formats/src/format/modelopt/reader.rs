@@ -199,6 +199,10 @@ impl PackedReader for Reader {
         &[".weight"]
     }
 
+    fn parameter_suffixes(&self) -> &'static [&'static str] {
+        &[".weight_scale", ".weight_scale_2"]
+    }
+
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
         self.nvfp4.get(module).copied().or_else(|| self.fp8.scheme(module))
     }
@@ -258,7 +262,7 @@ impl PackedReader for Reader {
         let tensor = QuantizedTensor {
             shape,
             scheme,
-            codes: unpack_nibbles(&source.read(&weight_name(module))?),
+            codes: unpack_nibbles(&source.read(&weight_name(module))?)?,
             scales: read_group_scales(source, &scale_name(module), global)?,
             scale_dtype: Dtype::F8E4M3,
             zeros: None,

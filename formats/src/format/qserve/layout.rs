@@ -20,8 +20,8 @@
 use rayon::prelude::*;
 
 use super::{GROUP, METHOD, TILE};
+use crate::allocate;
 use crate::checkpoint::{Dtype, TensorSpec};
-use crate::format::bits::transpose;
 use crate::quantize::QuantizedTensor;
 use crate::scheme::{ActivationScheme, Granularity, LinearScheme, WeightFormat};
 use crate::{Error, Result};
@@ -117,12 +117,12 @@ impl S2Order {
     }
 
     /// The inverse of [`store`](Self::store).
-    pub(super) fn restore(self, stored: &[u8], n: usize, groups: usize) -> Vec<u8> {
-        let ordered: Vec<u8> = (0..groups)
-            .flat_map(|g| (0..n).map(move |o| (g, o)))
-            .map(|(g, o)| stored[g * n + self.place(o)])
-            .collect();
-        transpose(&ordered, groups, n)
+    ///
+    /// # Errors
+    /// [`Error::Memory`] when the values cannot be allocated.
+    pub(super) fn restore(self, stored: &[u8], n: usize, groups: usize) -> Result<Vec<u8>> {
+        let values = (0..n).flat_map(|o| (0..groups).map(move |g| stored[g * n + self.place(o)]));
+        allocate::collected(n * groups, values, "the zero points of a weight")
     }
 }
 
@@ -297,8 +297,11 @@ pub(super) fn pack_nibbles(codes: &[u8], n: usize, k: usize) -> Vec<u8> {
 }
 
 /// The inverse of [`pack_nibbles`]: codes `[n, k]`.
-pub(super) fn unpack_nibbles(bytes: &[u8], n: usize, k: usize) -> Vec<u8> {
-    let mut codes = vec![0; n * k];
+///
+/// # Errors
+/// [`Error::Memory`] when they cannot be allocated.
+pub(super) fn unpack_nibbles(bytes: &[u8], n: usize, k: usize) -> Result<Vec<u8>> {
+    let mut codes = allocate::zeros(n * k, "the codes of a weight")?;
     let of_tiles = codes.par_chunks_exact_mut((TILE * k).max(1));
     of_tiles.zip(bytes.par_chunks_exact((TILE * k / 2).max(1))).for_each(|(codes, bytes)| {
         for_quads(k, |row, column, at| {
@@ -308,7 +311,7 @@ pub(super) fn unpack_nibbles(bytes: &[u8], n: usize, k: usize) -> Vec<u8> {
             }
         });
     });
-    codes
+    Ok(codes)
 }
 
 /// Calls `visit` for every four adjacent inputs of outputs 0 to 15 in a row of tiles, with the output, the first input

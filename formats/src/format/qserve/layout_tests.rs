@@ -75,7 +75,7 @@ fn both_orders_of_scales() {
         let stored = order.store(&values, 64, 2);
         assert_eq!(stored[order.place(9)], 9);
         assert_eq!(stored[64 + order.place(9)], 109);
-        assert_eq!(order.restore(&stored, 64, 2), values);
+        assert_eq!(order.restore(&stored, 64, 2).unwrap(), values);
     }
 }
 
@@ -243,6 +243,6 @@ proptest! {
             .collect();
         let bytes = pack_nibbles(&codes, n, k);
         prop_assert_eq!(bytes.len() * 2, codes.len());
-        prop_assert_eq!(unpack_nibbles(&bytes, n, k), codes);
+        prop_assert_eq!(unpack_nibbles(&bytes, n, k).unwrap(), codes);
     }
 }

@@ -11,6 +11,7 @@ use super::layout::{
 };
 use super::manifest::LAYOUT_VERSION;
 use super::{GROUP, HEAD, METHOD, QUANT_METHOD, TILE};
+use crate::allocate::zeros;
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec, require_finite};
 use crate::format::checks::{check_specs, modules_to_not_convert};
 use crate::format::numbers::matrix;
@@ -93,7 +94,7 @@ impl Reader {
     fn groups(&self, source: &dyn TensorSource, module: &str, n: usize, k: usize) -> Result<[Vec<u8>; 2]> {
         let groups = k / GROUP;
         let (scales_name, zeros_name) = (group_scales_name(module), group_zeros_name(module));
-        let scales = self.order.restore(&source.read(&scales_name)?, n, groups);
+        let scales = self.order.restore(&source.read(&scales_name)?, n, groups)?;
         let place = |i: usize| format!("output {}, group {}", i / groups, i % groups);
         if let Some(i) = scales.iter().position(|s| !(1..=16).contains(s)) {
             return Err(Self::broken(
@@ -107,7 +108,7 @@ impl Reader {
                 "quantize the float model again, with 8-bit weights clipped to the protective range of ±119",
             ));
         }
-        let stored = self.order.restore(&source.read(&zeros_name)?, n, groups);
+        let stored = self.order.restore(&source.read(&zeros_name)?, n, groups)?;
         let zero = |(i, (stored, scale)): (usize, (&u8, &u8))| {
             let scaled = stored.wrapping_neg();
             let zero = scaled / scale;
@@ -169,7 +170,7 @@ fn order(map: &Map<String, Value>, kind: Kind) -> Result<S2Order, String> {
 }
 
 fn half_precision(source: &dyn TensorSource, name: &str, len: usize) -> Result<Vec<f32>> {
-    let mut values = vec![0.0; len];
+    let mut values: Vec<f32> = zeros(len, "the scales of a weight")?;
     Dtype::F16.widen(&source.read(name)?, &mut values);
     require_finite(source.location(name), name, &values)?;
     Ok(values)
@@ -178,6 +179,10 @@ fn half_precision(source: &dyn TensorSource, name: &str, len: usize) -> Result<V
 impl PackedReader for Reader {
     fn code_suffixes(&self) -> &'static [&'static str] {
         &[".qweight", ".weight"]
+    }
+
+    fn parameter_suffixes(&self) -> &'static [&'static str] {
+        &[".s1_scales", ".s1_szeros", ".s2_scales", ".s2_zeros", ".dequant_scale"]
     }
 
     fn scheme(&self, module: &str) -> Option<LinearScheme> {
@@ -257,7 +262,7 @@ impl PackedReader for Reader {
         let (codes, scales, levels, zeros) = match self.kind {
             Kind::Group => {
                 let name = codes_name(module);
-                let codes = unpack_nibbles(&source.read(&name)?, n, k);
+                let codes = unpack_nibbles(&source.read(&name)?, n, k)?;
                 let rows = Self::row_scales(source, &row_scales_name(module), n)?;
                 let [groups, zeros] = self.groups(source, module, n, k)?;
                 if let Some(outlier) = outlier(&codes, &groups, &zeros, k / GROUP) {
@@ -273,14 +278,15 @@ impl PackedReader for Reader {
                 (codes, levels.products(), Some(levels), Some(zeros))
             }
             Kind::Channel => {
-                let codes = unpack_nibbles(&source.read(&codes_name(module))?, n, k);
+                let codes = unpack_nibbles(&source.read(&codes_name(module))?, n, k)?;
                 let scales = Self::row_scales(source, &row_scales_name(module), n)?;
                 (codes, scales, None, Some(Self::row_zeros(source, module, n)?))
             }
             Kind::Bytes => {
-                let signed = source.read(&bytes_name(module))?;
+                let mut codes = source.read(&bytes_name(module))?;
+                codes.iter_mut().for_each(|code| *code ^= CODE_OFFSET);
                 let scales = Self::row_scales(source, &byte_scales_name(module), n)?;
-                (signed.into_iter().map(|byte| byte ^ CODE_OFFSET).collect(), scales, None, None)
+                (codes, scales, None, None)
             }
         };
         let scale_dtype = Dtype::F16;

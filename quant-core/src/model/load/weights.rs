@@ -77,10 +77,16 @@ impl Model {
         if let Some(name) = self.shown_as_float(module) {
             let stored = self.source.read_mxfp4(&name)?;
             let [codes, scales] = stored.ok_or_else(|| Error::Internal(format!("`{name}` is not MXFP4")))?;
-            return mxfp4::unpacked(shape, [&codes, &scales], (self.source.location(&name), &name));
+            let tensor = mxfp4::unpacked(shape, [&codes, &scales], (self.source.location(&name), &name))?;
+            tensor.require_finite(self.source.location(&name), &name)?;
+            return Ok(tensor);
         }
         let (reader, weight) = self.packed_weight(module, shape)?;
-        reader.read(self.source.as_ref(), weight)
+        let tensor = reader.read(self.source.as_ref(), weight)?;
+        let name =
+            self.packed_tensors(module, shape)?.into_iter().next().map(|spec| spec.name).unwrap_or_default();
+        tensor.require_finite(self.source.location(&name), &name)?;
+        Ok(tensor)
     }
 
     fn shown_as_float(&self, module: &str) -> Option<String> {
