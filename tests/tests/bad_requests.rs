@@ -521,7 +521,7 @@ fn texts() {
         "a public set",
         model.path(),
         &options,
-        5,
+        2,
         &["`c4`", "allenai/c4", "give the path of the converted file"],
     );
 }
