@@ -84,7 +84,10 @@ fn options_of_other_tools() {
         (args!["generate", m, "-n", "10"], "--max-new-tokens sets the number of tokens"),
         (args!["bench", m, "-n", "10"], "--prefill and --decode set the number of tokens"),
         (args!["eval", m, "--ppl"], "eval always measures the perplexity"),
-        (args!["eval", m, "--baseline", "b"], "--reference compares with another model; a baseline is an option of `quant gate`"),
+        (
+            args!["eval", m, "--baseline", "b"],
+            "--reference compares with another model; a baseline is an option of `quant gate`",
+        ),
         (args!["quantize", m, "x1"], "the output follows -o: quant quantize MODEL -o OUT"),
         (
             args!["generate", m, "Once upon"],
