@@ -21,6 +21,8 @@ pub const SCHEMA: &str = "quant-eval/4";
 const MAX_FILE_BYTES: u64 = 4 << 20;
 /// Relative tolerance between a mean and the mean recomputed from the windows.
 const TOLERANCE: f64 = 1e-9;
+/// How a result is written, for remedies.
+const WRITTEN_BY: &str = "‹eval(MODEL, text=TEXT, json=FILE)› writes results";
 
 /// The measurements of a model on a text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -254,9 +256,22 @@ impl Evaluation {
 pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
     let broken = |reason: String| fault(path, reason);
     let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => broken("does not exist".into()),
+        std::io::ErrorKind::NotFound => Error::InputFile {
+            path: path.to_owned(),
+            line: None,
+            reason: "does not exist".into(),
+            remedy: format!("check the path; {WRITTEN_BY}").into(),
+        },
         _ => Error::io("read", path, e),
     })?;
+    if metadata.is_dir() {
+        return Err(Error::InputFile {
+            path: path.to_owned(),
+            line: None,
+            reason: format!("is a directory, not {what}"),
+            remedy: format!("give a file, not a model; {WRITTEN_BY}").into(),
+        });
+    }
     if !metadata.is_file() {
         return Err(broken("is not a regular file".into()));
     }
@@ -271,8 +286,17 @@ pub(crate) fn read_json(path: &Path, what: &str) -> Result<Value> {
 }
 
 pub(crate) fn check_schema(value: &Value, schema: &str, path: &Path) -> Result<()> {
+    let kind = |schema: &str| schema.split('/').next().unwrap_or_default().to_owned();
     let reason = match value.get("schema").and_then(Value::as_str) {
         Some(found) if found == schema => return Ok(()),
+        Some(found) if kind(found) != kind(schema) => {
+            return Err(Error::InputFile {
+                path: path.to_owned(),
+                line: None,
+                reason: format!("has the schema `{}`, not `{schema}`", found.escape_default()),
+                remedy: WRITTEN_BY.into(),
+            });
+        }
         Some(found) => format!("has the schema `{}`; this version reads `{schema}`", found.escape_default()),
         None => format!("has no field `schema`; this version reads `{schema}`"),
     };

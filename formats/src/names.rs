@@ -6,7 +6,8 @@ use crate::Error;
 const MIN_PART: usize = 3;
 
 /// Returns the known name that was probably meant: the one with the smallest edit distance, if at most half of the
-/// letters differ, otherwise one that contains `name` or is contained in it. Case does not matter.
+/// letters differ, otherwise one that contains `name` or is contained in it. Case does not matter. A name that differs
+/// only in its separators comes first.
 ///
 /// ```
 /// use quant_formats::names::nearest;
@@ -15,11 +16,18 @@ const MIN_PART: usize = 3;
 /// assert_eq!(nearest("AWQ", known), Some("awq"));
 /// assert_eq!(nearest("gtpq", known), Some("gptq"));
 /// assert_eq!(nearest("smooth", known), Some("smoothquant"));
+/// assert_eq!(nearest("q4km", ["Q4_0", "Q4_K_M"]), Some("Q4_K_M"));
 /// assert_eq!(nearest("rotate", known), None);
 /// ```
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let name = name.to_lowercase();
     let all: Vec<_> = known.into_iter().map(|known| (known.to_lowercase(), known)).collect();
+    let letters = |name: &str| name.chars().filter(|c| c.is_alphanumeric()).collect::<String>();
+    let own = letters(&name);
+    let same = all.iter().find(|(lower, _)| !own.is_empty() && letters(lower) == own);
+    if let Some((_, known)) = same {
+        return Some(known);
+    }
     let distances = all.iter().map(|(lower, known)| (strsim::osa_distance(lower, &name), *known));
     let near = distances.min().filter(|(distance, _)| 2 * distance <= name.chars().count());
     let contains = |whole: &str, part: &str| part.len() >= MIN_PART && whole.contains(part);

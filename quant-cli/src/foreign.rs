@@ -67,6 +67,39 @@ const OPTIONS: &[(&[&str], &str, &str)] = &[
         "reference",
         "--reference compares with another model",
     ),
+    (
+        &["baseline"],
+        "reference",
+        "--reference compares with another model; a baseline is an option of `quant gate`",
+    ),
+    (
+        &["ppl", "perplexity", "kl"],
+        "reference",
+        "eval always measures the perplexity; with --reference MODEL, the KL divergence too",
+    ),
+    (
+        &["n", "n-predict", "max-tokens", "max-length", "num-tokens"],
+        "max-new-tokens",
+        "--max-new-tokens sets the number of tokens",
+    ),
+    (&["n", "n-gen"], "decode", "--prefill and --decode set the number of tokens"),
+    (
+        &["device", "gpu", "cuda", "gpus"],
+        "scheme",
+        "quantization runs on the processor; eval, generate, chat and bench have --device",
+    ),
+];
+
+/// Names of other tools for the model, which here is an argument.
+const MODEL: [&str; 7] = ["m", "model", "model-path", "model-id", "model-name", "pretrained", "hf-model"];
+
+/// What to write instead of a further argument, by command.
+const FURTHER: &[(&str, &str, &str)] = &[
+    ("quantize", "output", "the output follows -o: quant quantize MODEL -o OUT"),
+    ("eval", "text", "the text follows --text, and a model to compare with --reference"),
+    ("generate", "prompt", "the prompt follows --prompt: quant generate MODEL --prompt TEXT"),
+    ("chat", "system", "chat reads messages from standard input, one per line"),
+    ("merge", "output", "the output follows -o: quant merge STORE -o OUT"),
 ];
 
 /// Commands of other tools, and the command here that does the same.
@@ -98,7 +131,13 @@ const COMMANDS: &[(&[&str], &str)] = &[
 
 /// Adds a tip to an error of the argument parser that is about an option or a command of another tool.
 pub fn explained(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
-    let Some(tip) = tip(&error, arguments) else { return error };
+    let Some(tip) = tip(&error, arguments) else {
+        // The parser suggests `-- --option` to pass an option as a model.
+        if error.kind() == ErrorKind::UnknownArgument {
+            error.remove(ContextKind::Suggested);
+        }
+        return error;
+    };
     // The parser's own suggestions are guesses based on spelling.
     for kind in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand] {
         error.remove(kind);
@@ -119,12 +158,19 @@ fn tip(error: &clap::Error, arguments: &[OsString]) -> Option<String> {
             if arguments.windows(2).any(|pair| pair[0] == "--json" && pair[1] == given) {
                 return Some(format!("to write the JSON to a file, use --json={given}"));
             }
+            let cli = Cli::command();
+            let named = |command: &Command| arguments.iter().any(|word| word == command.get_name());
+            let subcommand = cli.get_subcommands().find(|command| named(command))?;
+            if !given.starts_with('-') {
+                let further = FURTHER.iter().find(|(command, ..)| *command == subcommand.get_name());
+                return further.map(|(.., tip)| (*tip).to_owned());
+            }
             let option = given.trim_start_matches('-');
             let option = option.split('=').next().unwrap_or_default().replace('_', "-").to_ascii_lowercase();
-            let cli = Cli::command();
-            let subcommand = cli
-                .get_subcommands()
-                .find(|subcommand| arguments.iter().any(|word| word == subcommand.get_name()))?;
+            if MODEL.contains(&&*option) && takes_model(subcommand) {
+                let name = subcommand.get_name();
+                return Some(format!("the model is an argument, not an option: quant {name} MODEL"));
+            }
             let known = OPTIONS.iter().filter(|(names, ..)| names.contains(&&*option));
             known
                 .filter(|(_, here, _)| has_option(subcommand, here))
@@ -137,6 +183,10 @@ fn tip(error: &clap::Error, arguments: &[OsString]) -> Option<String> {
         }
         _ => None,
     }
+}
+
+fn takes_model(subcommand: &Command) -> bool {
+    subcommand.get_positionals().any(|argument| argument.get_id() == "model")
 }
 
 fn has_option(subcommand: &Command, name: &str) -> bool {
@@ -159,6 +209,12 @@ mod tests {
                 assert!(subcommands.iter().all(|subcommand| !has_option(subcommand, name)), "{name}");
             }
         }
+        for (command, here, _) in FURTHER {
+            let command = cli.get_subcommands().find(|known| known.get_name() == *command);
+            assert!(command.is_some_and(|command| has_option(command, here)), "{here}");
+        }
+        let with_models = cli.get_subcommands().filter(|command| takes_model(command));
+        assert!(with_models.inspect(|c| assert!(!has_option(c, "model"))).count() >= 6);
         for (names, tip) in COMMANDS {
             for name in *names {
                 assert!(cli.get_subcommands().all(|subcommand| subcommand.get_name() != *name), "{name}");

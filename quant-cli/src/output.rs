@@ -1,7 +1,7 @@
 //! Output of results to stdout, as text or JSON, and of messages to stderr.
 
 use std::borrow::Cow;
-use std::io::{ErrorKind, IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 
 use quant_core::checkpoint::{is_unprintable, printable_lines};
@@ -9,6 +9,7 @@ pub use quant_core::run::bytes;
 pub use quant_core::run::files::{check_writable, distinct, outside, write_file};
 use quant_core::wording::{CommandLine, worded};
 use quant_core::{Error, Result};
+use quant_evaluator::is_stored_reference;
 use serde::Serialize;
 
 use crate::colors;
@@ -88,6 +89,74 @@ pub fn json<T: Serialize>(value: &T) -> Result<String> {
     Ok(escaped + "\n")
 }
 
+/// A kind of file that the program writes at a path that the user gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// A result as JSON.
+    Json,
+    /// An HTML report.
+    Html,
+    /// JUnit XML.
+    Junit,
+    /// A stored reference.
+    Reference,
+}
+
+/// The first bytes of a file that decide its kind.
+const HEAD_BYTES: u64 = 256;
+/// JSON files of this program that are more than the output of one command.
+const KEPT: [&str; 6] = [
+    "quant-gate-baseline",
+    "quant-job",
+    "quant-manifest",
+    "quant-report",
+    "quant-gguf-report",
+    "quant-floats-report",
+];
+
+impl Written {
+    /// Whether a file of this kind may begin with these bytes.
+    fn begins(self, head: &[u8]) -> bool {
+        match self {
+            Self::Json => schema_of(head).is_some_and(|schema| {
+                schema.starts_with("quant-") && !KEPT.contains(&schema.split('/').next().unwrap_or_default())
+            }),
+            Self::Html => head.get(..9).is_some_and(|start| start.eq_ignore_ascii_case(b"<!doctype")),
+            Self::Junit => head.starts_with(b"<?xml"),
+            Self::Reference => false,
+        }
+    }
+}
+
+/// Returns the schema at the beginning of a JSON file.
+fn schema_of(head: &[u8]) -> Option<&str> {
+    let text = match std::str::from_utf8(head) {
+        Ok(text) => text,
+        Err(error) => std::str::from_utf8(&head[..error.valid_up_to()]).ok()?,
+    };
+    let value = text.trim_start().strip_prefix('{')?.trim_start().strip_prefix("\"schema\"")?;
+    value.trim_start().strip_prefix(':')?.trim_start().strip_prefix('"')?.split('"').next()
+}
+
+/// Returns an error if the file of an option cannot be written, or would replace a file of a different kind, such as a
+/// baseline or a file of the user. Commands call this before they start work whose result would be lost.
+pub fn check_output(option: &str, path: &Path, kind: Written) -> Result<()> {
+    check_writable(path)?;
+    if !path.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() > 0) {
+        return Ok(());
+    }
+    let mut head = Vec::new();
+    let read = std::fs::File::open(path).and_then(|file| file.take(HEAD_BYTES).read_to_end(&mut head));
+    read.map_err(|e| Error::io("read", path, e))?;
+    if kind.begins(&head) || kind == Written::Reference && is_stored_reference(path) {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!("‹{option}› would replace {}, which is a different kind of file", path.display()),
+        format!("set ‹{option}› to a different file, or remove this one"),
+    ))
+}
+
 /// The destination of a result as JSON: `--json[=FILE]`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct JsonOption {
@@ -99,11 +168,10 @@ pub struct JsonOption {
 }
 
 impl JsonOption {
-    /// Returns an error if the file cannot be written. Commands call this before they start work whose result would be
-    /// lost.
+    /// Returns an error if the file cannot be written, or is no result.
     pub fn check(&self) -> Result<()> {
         match self.json.as_deref().filter(|p| *p != Path::new("-")) {
-            Some(path) => check_writable(path),
+            Some(path) => check_output("json", path, Written::Json),
             None => Ok(()),
         }
     }
@@ -193,6 +261,35 @@ mod tests {
         assert_eq!(duration(3.12), "3.1 s");
         assert_eq!(duration(200.2), "3 min 20 s");
         assert_eq!(duration(7500.0), "2 h 5 min");
+    }
+
+    #[test]
+    fn only_files_of_the_same_kind_are_replaced() {
+        let folder = tempfile::tempdir().expect("a directory");
+        let path = folder.path().join("file");
+        let json = |schema: &str| format!("{{\n  \"schema\": \"{schema}\",\n  \"a\": 1\n}}\n").into_bytes();
+        let (html, xml) = (b"<!DOCTYPE html><html>".to_vec(), b"<?xml version=\"1.0\"?>".to_vec());
+        for (contents, kind) in [
+            (json("quant-eval/4"), Some(Written::Json)),
+            (json("quant-summary/1"), Some(Written::Json)),
+            (json("quant-gate-baseline/1"), None),
+            (json("quant-job/2"), None),
+            (json("other/1"), None),
+            (b"{\"model_type\": \"llama\"}".to_vec(), None),
+            (b"{\"schema\": \"quant-eval/4\xff".to_vec(), Some(Written::Json)),
+            (html, Some(Written::Html)),
+            (xml, Some(Written::Junit)),
+            (b"a diary".to_vec(), None),
+        ] {
+            std::fs::write(&path, &contents).expect("a file");
+            for one in [Written::Json, Written::Html, Written::Junit, Written::Reference] {
+                let checked = check_output("json", &path, one);
+                assert_eq!(checked.is_ok(), kind == Some(one), "{one:?}: {}", contents.escape_ascii());
+            }
+        }
+        std::fs::write(&path, "").expect("a file");
+        check_output("json", &path, Written::Json).expect("an empty file may be replaced");
+        check_output("json", &folder.path().join("new"), Written::Json).expect("a new file");
     }
 
     #[test]

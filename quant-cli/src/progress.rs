@@ -137,7 +137,12 @@ impl Progress {
 
     /// Returns an observer for which a unit is this many tokens, so that rates are shown in tokens.
     pub fn tokens_per_unit(&self, tokens: Option<u64>) -> Rated<'_> {
-        Rated { progress: self, tokens }
+        Rated { progress: self, tokens, name: None }
+    }
+
+    /// Returns an observer that shows stages under this name.
+    pub fn named(&self, name: &'static str) -> Rated<'_> {
+        Rated { progress: self, tokens: None, name: Some(name) }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Stage>> {
@@ -211,15 +216,22 @@ fn event_of(text: &str) -> Event {
     }
 }
 
-/// A [`Progress`] with a fixed number of tokens per unit.
+/// A [`Progress`] with a fixed number of tokens per unit, or with another name for its stages.
 pub struct Rated<'a> {
     progress: &'a Progress,
     tokens: Option<u64>,
+    name: Option<&'static str>,
 }
 
 impl Observer for Rated<'_> {
     fn event(&self, event: &Event) {
-        self.progress.show(event, self.tokens);
+        match (event, self.name, &self.progress.mode) {
+            (Event::StageStarted { unit, units, .. }, Some(stage), Mode::Lines | Mode::Bar) => {
+                let (unit, units) = (*unit, *units);
+                self.progress.show(&Event::StageStarted { stage, unit, units }, self.tokens);
+            }
+            _ => self.progress.show(event, self.tokens),
+        }
     }
 }
 
@@ -233,6 +245,8 @@ impl Stage {
 
     fn advance(&mut self, detail: &str, mode: &Mode) {
         self.timing.advance();
+        // The number of a block is shown already.
+        let detail = if detail.starts_with(self.unit) { "" } else { detail };
         self.detail = printable_lines(detail).to_string();
         self.step = "";
         self.draw();
@@ -251,23 +265,26 @@ impl Stage {
         Some(format!("{:.0} tokens/s", self.rate? as f64 / pace))
     }
 
-    /// Updates the bar and the text next to it: the rate, the last unit that was finished, and the current step of the
-    /// next unit.
+    /// Updates the bar and the text next to it.
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         *self.shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.timing;
         bar.set_position(self.timing.shown());
-        let rate = self.tokens_per_second();
-        let detail = Some(self.detail.clone()).filter(|text| !text.is_empty());
-        let done = [rate, detail].into_iter().flatten().collect::<Vec<_>>().join(" ");
-        if self.timing.done < self.timing.resumed.0 {
-            return bar.set_message("resumed");
+        bar.set_message(self.message());
+    }
+
+    /// Returns the rate, and the step of the current unit or, before its first step, the last unit that was finished.
+    fn message(&self) -> String {
+        let Timing { units, done, resumed, .. } = self.timing;
+        if done < resumed.0 {
+            return "resumed".to_owned();
         }
-        bar.set_message(match (self.step, self.timing.done) {
-            ("", _) => done,
-            (step, 0) => step.to_owned(),
-            (step, _) => format!("{done} done, {step}"),
-        });
+        let current = match self.step {
+            "" => self.detail.clone(),
+            step => format!("{} {} of {units}: {step}", self.unit, (done + 1).min(units)),
+        };
+        let parts = [self.tokens_per_second(), Some(current).filter(|text| !text.is_empty())];
+        parts.into_iter().flatten().collect::<Vec<_>>().join(" ")
     }
 }
 
@@ -275,7 +292,8 @@ fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressB
     let bar = ProgressBar::with_draw_target(Some(units), ProgressDrawTarget::stderr());
     let left = move |_: &ProgressState, text: &mut dyn Write| {
         let timing = *timing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let _ = match timing.left() {
+        // A last unit that takes longer than the others would be said to need no time.
+        let _ = match timing.left().filter(|left| *left >= 1.0) {
             Some(left) => {
                 write!(text, ", about {} left", indicatif::HumanDuration(Duration::from_secs_f64(left)))
             }
@@ -335,6 +353,23 @@ mod tests {
         // The second unit has run for 100 s; the eight after it need 160 s.
         (timing.last, timing.resumed.1) = (ago(100), ago(120));
         assert!((timing.left().unwrap() - 160.0).abs() < 1.0);
+    }
+
+    #[test]
+    fn the_message_names_the_current_unit_and_its_step() {
+        let stage = |unit| Stage::new("quantize", unit, Timing::new(6, None), &Mode::Quiet, None);
+        let mut blocks = stage("block");
+        blocks.step = "awq";
+        assert_eq!(blocks.message(), "block 1 of 6: awq");
+        blocks.advance("block 0", &Mode::Quiet);
+        assert_eq!(blocks.message(), "");
+        blocks.step = "read";
+        assert_eq!(blocks.message(), "block 2 of 6: read");
+        blocks.timing.resumed.0 = 3;
+        assert_eq!(blocks.message(), "resumed");
+        let mut tensors = stage("tensor");
+        tensors.advance("blk.0.ffn_up.weight", &Mode::Quiet);
+        assert_eq!(tensors.message(), "blk.0.ffn_up.weight");
     }
 
     #[test]

@@ -78,13 +78,14 @@ fn isa() -> String {
 pub fn linears(model: &Model) -> Vec<LinearCell> {
     let a = model.architecture();
     let cell = |block: usize, name: &str| {
-        let scheme = model.module_scheme(&a.in_block(block, name));
-        LinearCell {
-            block,
-            linear: name.to_owned(),
-            bits: scheme.map(|s| s.bits()),
-            scheme: scheme.map_or_else(|| "float".to_owned(), |s| s.to_string()),
-        }
+        let module = a.in_block(block, name);
+        let scheme = model.module_scheme(&module).map(|scheme| (scheme.to_string(), Some(scheme.bits())));
+        let blocks = || {
+            let kind = model.block_type(&module).filter(|kind| !kind.is_float())?;
+            Some((kind.name.to_owned(), kind.code_bits()))
+        };
+        let (scheme, bits) = scheme.or_else(blocks).unwrap_or_else(|| ("float".to_owned(), None));
+        LinearCell { block, linear: name.to_owned(), bits, scheme }
     };
     (0..a.layers)
         .flat_map(|block| a.graph(block).linears().map(move |(_, name, ..)| (block, name)))

@@ -21,7 +21,7 @@ pub struct RecipeOptions {
     #[arg(long, value_name = "FILE", conflicts_with = "preset", help_heading = "Recipe")]
     pub recipe: Option<PathBuf>,
     /// Quantization method: rtn, awq, gptq, smoothquant, qoq, or steps in order (rotate,awq,gptq) [default: the
-    /// preset's]
+    /// preset's; without a preset, rtn for FP8 weights]
     #[arg(long, help_heading = "Recipe", long_help = method_help())]
     pub method: Option<String>,
     /// Number format, such as w4a16-g64, w8a8, fp8, nvfp4 or, for GGUF, Q8_0 [default: the preset's]
@@ -37,7 +37,7 @@ pub struct RecipeOptions {
     #[arg(long, help_heading = "Recipe", long_help = format_help())]
     pub format: Vec<String>,
     /// Weights of a row that share a scale, or `channel` for one scale per row
-    #[arg(long, value_name = "SIZE", help_heading = "Recipe")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, help_heading = "Recipe")]
     pub group_size: Option<String>,
     /// Symmetric grids [default: what the format's engines expect]
     #[arg(long, hide_short_help = true, conflicts_with = "asymmetric", help_heading = "Recipe")]
@@ -210,7 +210,7 @@ fn preset_help() -> String {
 
 fn method_help() -> String {
     let named = listed(
-        "Quantization method [default: the preset's]",
+        "Quantization method [default: the preset's; without a preset, rtn for FP8 weights]",
         METHODS.iter().map(|m| (&*m.name, m.summary.to_owned())),
     );
     let steps: Vec<_> = steps().into_iter().map(|(name, what)| (name, what.to_owned())).collect();

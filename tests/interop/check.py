@@ -96,7 +96,7 @@ QUANTIZED = [
     ("demo", "rtn-w5-g32-asym", ["--method", "rtn", "--scheme", "w5a16-g32-asym"], True),
     ("tinystories-656k", "rtn-w7-g32", ["--method", "rtn", "--scheme", "w7a16-g32"], False),
     ("demo", "rtn-wf8-channel", ["--method", "rtn", "--scheme", "wf8a16"], False),
-    ("demo", "awq-wf8-channel", ["--scheme", "wf8a16", *QUICK], False),
+    ("demo", "awq-wf8-channel", ["--method", "awq", "--scheme", "wf8a16", *QUICK], False),
     ("qwen2", "gptq-wf8-channel", ["--method", "gptq", "--scheme", "wf8a16", *QUICK], False),
     ("demo", "awq-w4-g32-asym", ["--scheme", "w4a16-g32-asym", *QUICK], True),
     ("demo", "rtn-w3-channel-asym", ["--method", "rtn", "--scheme", "w3a16-channel-asym"], True),

@@ -521,7 +521,7 @@ fn texts() {
         "a public set",
         model.path(),
         &options,
-        5,
+        2,
         &["`c4`", "allenai/c4", "give the path of the converted file"],
     );
 }
@@ -536,9 +536,9 @@ fn texts_of_a_hub() {
         "--features hub",
     ];
     let eval = quant(args!["eval", model.path(), "--text", "wikitext-2"]);
-    check_message("wikitext-2", &eval, 5, &expected);
+    check_message("wikitext-2", &eval, 2, &expected);
     let options = ["--group-size", "32", "--calibration", "wikitext-2"];
-    refuses_to_quantize("wikitext-2", model.path(), &options, 5, &expected);
+    refuses_to_quantize("wikitext-2", model.path(), &options, 2, &expected);
     for help in ["-h", "--help"] {
         let run = quant(args!["eval", help]).succeeded();
         let text = run.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -552,7 +552,7 @@ fn texts_of_a_hub() {
 fn models_of_a_hub() {
     let expected =
         ["no such directory", "does not download", "`hf download org/tiny --revision v1`", "--features hub"];
-    refuses_to_quantize("a hub's model", Path::new("org/tiny@v1"), &[], 5, &expected);
+    refuses_to_quantize("a hub's model", Path::new("org/tiny@v1"), &[], 2, &expected);
     for arguments in [
         args!["plan", "org/tiny@v1"],
         args!["eval", "org/tiny@v1", "--text", "builtin-heldout"],
@@ -560,7 +560,7 @@ fn models_of_a_hub() {
         args!["inspect", "org/tiny@v1"],
         args!["bench", "org/tiny@v1"],
     ] {
-        check_message("a hub's model", &quant(arguments), 5, &expected);
+        check_message("a hub's model", &quant(arguments), 2, &expected);
     }
     for path in ["org/tiny/more", "./org/tiny", "tiny", "org/tiny@"] {
         check_message(path, &quant(args!["inspect", path]), 4, &[path, "does not exist"]);

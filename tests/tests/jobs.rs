@@ -203,7 +203,18 @@ fn exit_codes_tell_schedulers_what_to_do() {
     let mut other = command(bench.run_arguments(&[]));
     other.env("QUANT_ISA", "scalar");
     let other = Running::start(other).wait();
-    case("another machine", &other, 5, &["instruction_set", "machines of the same type"]);
+    case(
+        "another machine",
+        &other,
+        5,
+        &["instruction_set", "create the job and run all units on machines of the same type"],
+    );
+    // Showing the job computes nothing, so any machine can.
+    for subcommand in ["status", "units"] {
+        let mut shown = command(args!["job", subcommand, bench.at("store")]);
+        shown.env("QUANT_ISA", "scalar");
+        Running::start(shown).wait().succeeded();
+    }
     let copy = bench.at("copy");
     write_cut_demo_model(&copy, 3);
     bench.run(&["--unit", "blocks/0", "--model", copy.to_str().unwrap()]).succeeded();
@@ -224,8 +235,14 @@ fn exit_codes_tell_schedulers_what_to_do() {
     case("damaged", &bench.merge(&[]), 5, &["hash", "compute it again"]);
     let again = bench.run(&[]).succeeded();
     assert!(again.stdout.starts_with("1 units computed, 3 existed"), "{again}");
-    bench.merge(&["--resume"]).succeeded();
+    let merged = bench.merge(&["--resume"]).succeeded();
+    assert!(merged.stdout.contains("\nnext, measure the accuracy loss: quant eval "), "{merged}");
     bench.assert_same(&rtn);
+    let mut merge = command(args!["merge", bench.at("store"), "-o", bench.at("elsewhere"), "--quiet"]);
+    merge.env("QUANT_ISA", "scalar");
+    let merged = Running::start(merge).wait().succeeded();
+    assert!(merged.stdout.contains("written to ") && !merged.stdout.contains("next, "), "{merged}");
+    assert_eq!(hashes(&bench.at("elsewhere")), hashes(&bench.at("out")));
 }
 
 #[test]

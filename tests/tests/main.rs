@@ -37,6 +37,7 @@ mod library;
 mod limits;
 mod memory_budget;
 mod memory_per_tensor;
+mod mistakes;
 mod multimodal;
 mod not_finite;
 mod odd_inputs;

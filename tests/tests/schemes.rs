@@ -72,8 +72,8 @@ fn containers_refuse_what_they_cannot_hold() {
     let model = scratch.path().join("model");
     TinyLlama::default().write(&model);
     for (format, expected) in [
-        ("awq", "the awq format supports 4-bit weights only, not wf8a16-channel"),
-        ("gptq", "the gptq format supports 2, 3, 4 or 8 bits, not wf8a16-channel"),
+        ("awq", "the awq format supports 4-bit weights only, not FP8"),
+        ("gptq", "the gptq format supports 2, 3, 4 or 8 bits, not FP8"),
         ("qserve", "wf8a16-channel"),
     ] {
         let run = quant(args!["plan", &model, "--method", "rtn", "--scheme", "wf8a16", "--format", format]);

@@ -8,23 +8,38 @@ use crate::Evaluation;
 const HEADROOM: f64 = 0.25;
 /// The smallest suggested margin for the perplexity: half a percent.
 const MARGIN: f64 = 0.005;
+/// The smallest suggested margin for the divergence, as a fraction of it.
+const KL_MARGIN: f64 = 0.1;
 /// The one-sided level of the suggested policy.
 const LEVEL: f64 = 0.05;
 
-/// Returns a policy (TOML) that these results pass: caps with some headroom, and a margin for the perplexity that the
-/// number of windows can decide. It says that a later model must not be much worse than these results, not that these
-/// results are good enough.
+/// Returns a policy (TOML) that these results pass: caps with some headroom, and margins for the divergence and the
+/// perplexity that the number of windows can decide. It says that a later model must not be much worse than these
+/// results, not that these results are good enough.
 pub fn suggest(results: &[(String, Evaluation)]) -> String {
-    let margin = results.iter().filter_map(|(_, e)| detectable(e)).fold(MARGIN, f64::max);
     let mut text = format!(
         "schema = \"quant-gate-policy/1\"\nlevel = {LEVEL}\non_inconclusive = \"inconclusive\"\n\n\
-         # Against the baseline: at most {:.1} % more perplexity. With these windows, an equally good model passes with\n\
-         # a probability of 80 %. If a difference such as that between two calibration seeds must pass too, measure it,\n\
-         # and set the margin above it by the same amount.\n\
-         [[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \"baseline\"\nmargin = {}\n",
-        100.0 * rounded_up(margin),
-        rounded_up(margin),
+         # Tests against the baseline. With these windows, an equally good model passes each of them with a probability of\n\
+         # about 80 % or more. If a difference such as that between two calibration seeds must pass too, measure it, and\n\
+         # add it to the margins.\n"
     );
+    for (name, result) in results {
+        if let Some(margin) = kl_margin(result) {
+            text.push_str(&format!(
+                "\n# At most {} nats more mean KL. This is the more sensitive test.\n[[non_inferiority]]\nmetric = \"kl\"\n\
+                 against = \"baseline\"\nmargin = {}\nresults = [{}]\n",
+                shown(margin),
+                shown(margin),
+                quoted(name)
+            ));
+        }
+    }
+    let margin = rounded_up(results.iter().filter_map(|(_, e)| detectable(e)).fold(MARGIN, f64::max));
+    text.push_str(&format!(
+        "\n# At most {:.1} % more perplexity.\n[[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \"baseline\"\n\
+         margin = {margin}\n",
+        100.0 * margin,
+    ));
     for (name, result) in results {
         for metric in [Metric::KlP99, Metric::Kl, Metric::Top1Agreement] {
             let Some(value) = metric.value(result) else { continue };
@@ -50,9 +65,21 @@ fn detectable(result: &Evaluation) -> Option<f64> {
     difference.minimum_detectable(LEVEL, &result.window_tokens).map(f64::exp_m1)
 }
 
+/// A margin for the divergence: a fraction of it, or as much as these windows can detect if that is more. Divergences of
+/// two models differ from window to window less than each of them does.
+fn kl_margin(result: &Evaluation) -> Option<f64> {
+    let kl = result.comparison.as_ref()?.kl;
+    let detectable = kl.minimum_detectable(LEVEL, &result.window_tokens).unwrap_or_default();
+    Some(rounded_up(detectable.max(KL_MARGIN * kl.mean))).filter(|margin| *margin > 0.0)
+}
+
+/// Returns a string in TOML: a JSON string, except that TOML also escapes this character.
+fn quoted(name: &str) -> String {
+    serde_json::Value::from(name).to_string().replace('\u{7f}', "\\u007f")
+}
+
 fn cap(metric: Metric, result: &str, key: &str, limit: &str, measured: &str) -> String {
-    // A JSON string is also a TOML string, except that TOML escapes this character.
-    let name = serde_json::Value::from(result).to_string().replace('\u{7f}', "\\u007f");
+    let name = quoted(result);
     format!(
         "\n# Measured: {measured}.\n[[cap]]\nmetric = \"{}\"\n{key} = {limit}\nresults = [{name}]\n",
         metric.name()

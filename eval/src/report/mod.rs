@@ -25,6 +25,7 @@ pub use self::quantization::QuantReport;
 pub use self::quantization::quantization_page;
 pub use quant_formats::wording::bytes;
 
+use quant_formats::blocks::block_type;
 use quant_formats::scheme::LinearScheme;
 
 use crate::{Divergence, Estimate, Evaluation, ModelIdentity, SchemeShare, Tool, closest};
@@ -160,7 +161,10 @@ pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
 
 /// The bits per code of a model's linears: `4`, `4 to 8`, or a dash if some are float or have an unknown scheme.
 pub fn bits(model: &ModelIdentity) -> String {
-    let parsed = |share: &SchemeShare| share.scheme.parse::<LinearScheme>().ok().map(|scheme| scheme.bits());
+    let parsed = |SchemeShare { scheme, .. }: &SchemeShare| match block_type(scheme) {
+        Some(kind) => kind.code_bits(),
+        None => scheme.parse::<LinearScheme>().ok().map(|scheme| scheme.bits()),
+    };
     let bits: Option<BTreeSet<u8>> = model.schemes.iter().map(parsed).collect();
     let bits = bits.unwrap_or_default();
     match (bits.first(), bits.last()) {

@@ -164,6 +164,18 @@ impl BlockType {
         self.elements == 1
     }
 
+    /// The nominal bits of a code, without scales: the number in the type's name. `None` for floats.
+    ///
+    /// ```
+    /// use quant_formats::blocks::{F16, IQ2_XXS, Q4_K};
+    ///
+    /// assert_eq!([&Q4_K, &IQ2_XXS, &F16].map(|kind| kind.code_bits()), [Some(4), Some(2), None]);
+    /// ```
+    pub fn code_bits(&self) -> Option<u8> {
+        let digit = self.name.chars().find_map(|c| c.to_digit(10));
+        digit.filter(|_| !self.is_float()).and_then(|bits| bits.try_into().ok())
+    }
+
     /// Encodes a row with the [reference](BlockSearch::Reference) search. `importance`, which must be nonnegative,
     /// weights the squared error of each element; only its ratios within a row matter. Floats, Q8_0, the ternary types
     /// and the 4-bit floats ignore it.

@@ -217,6 +217,11 @@ impl LinearScheme {
         }
     }
 
+    /// The bits per code for messages: `4`, or `FP8` if codes are floating-point numbers.
+    pub(crate) fn described_bits(&self) -> String {
+        self.int_bits().map_or_else(|| format!("FP{}", self.bits()), |bits| bits.to_string())
+    }
+
     /// The format of the codes, if they are floating-point numbers.
     pub fn float_format(&self) -> Option<FloatFormat> {
         match self.weight {

@@ -151,6 +151,7 @@ pub fn text(results: &[(&str, &Evaluation)]) -> String {
         Some(sentence) => text.push_str(&format!("\n{sentence}\n")),
         None => text.push_str("\nWithout a reference, results are compared only by their perplexity.\n"),
     }
+    text.push_str("(code bits: bits per quantized weight without scales and zero points)\n");
     text
 }
 

@@ -104,7 +104,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             let begun = Instant::now();
             let bytes = produce(&opened, &method.name, scheme, args.quick, &out, session)?;
             let seconds = begun.elapsed().as_secs_f64();
-            quantized.push(eval::load(&inputs::open(&out, session)?, &text, session)?);
+            quantized.push(eval::load(&inputs::open(&out, session)?, &text, "load", session)?);
             rows.push(Row {
                 method: &method.name,
                 scheme: scheme.to_owned(),
@@ -115,7 +115,7 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         }
     }
     // The float model runs only once.
-    let float = eval::load(&opened, &text, session)?;
+    let float = eval::load(&opened, &text, "load", session)?;
     let reference = Reference::Model { decoder: &float, floor: true };
     let models: Vec<Scored<'_>> = quantized.iter().map(Scored::from).collect();
     let observer = session.progress.tokens_per_unit(Some(WINDOW as u64));

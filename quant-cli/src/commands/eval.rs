@@ -25,7 +25,7 @@ use super::{compare as compare_results, eval_table};
 use crate::device::Device;
 use crate::inputs::{self, Opened};
 use crate::kv::KvBits;
-use crate::output::{self, JsonOption};
+use crate::output::{self, JsonOption, Written};
 use crate::provenance;
 
 /// The model and the text to evaluate.
@@ -81,13 +81,14 @@ pub struct Args {
     /// Also show another result of the same text, profile and reference, in a table and in the report; can be repeated
     #[arg(long, value_name = "RESULT", conflicts_with = "save_reference")]
     pub compare: Vec<PathBuf>,
-    // Not a doc comment, which would become part of the help.
-    #[allow(missing_docs)]
-    #[command(flatten, next_help_heading = "Ablation")]
-    pub ablation: AblationOptions,
+    // Not a doc comment, which would become part of the help. Before options with a heading of their own, which would
+    // also apply to it.
     #[allow(missing_docs)]
     #[command(flatten)]
     pub json: JsonOption,
+    #[allow(missing_docs)]
+    #[command(flatten, next_help_heading = "Ablation")]
+    pub ablation: AblationOptions,
 }
 
 fn at_least_one(text: &str) -> std::result::Result<u64, String> {
@@ -173,9 +174,12 @@ impl Prepared {
         let gpu = gpu(args)?;
         // A path that exists but is not a file is rejected by the journal itself.
         let kept = args.journal.as_ref().filter(|path| path.is_file() || !path.exists());
-        for path in args.report.iter().chain(&args.save_reference).chain(kept) {
-            output::check_writable(path)?;
+        let report = args.report.iter().map(|path| ("report", path, Written::Html));
+        let reference = args.save_reference.iter().map(|path| ("save_reference", path, Written::Reference));
+        for (option, path, kind) in report.chain(reference) {
+            output::check_output(option, path, kind)?;
         }
+        kept.map_or(Ok(()), |path| output::check_writable(path))?;
         let others = compared(&args.compare)?;
         let opened = inputs::open(&args.model, session)?;
         let quantization = args.report.as_ref().and_then(|_| quantization(&opened, session));
@@ -290,7 +294,7 @@ impl Setup {
 
     pub(super) fn decoder(&self, execution: Execution, session: &Session) -> Result<Decoder> {
         let Prepared { gpu, opened, text, .. } = &self.prepared;
-        let decoder = load(opened, text, session)?.with_kv(self.kv);
+        let decoder = load(opened, text, "load", session)?.with_kv(self.kv);
         match (gpu, execution) {
             (Some(gpu), _) => decoder.on_cuda(gpu),
             (None, Execution::Kernels) => decoder.packed(),
@@ -524,9 +528,14 @@ pub fn text(
     Ok(text)
 }
 
-/// Loads a model for the windows of a text.
-pub fn load(opened: &Opened, text: &EvaluationText, session: &Session) -> Result<Decoder> {
-    Decoder::load(&opened.model, text.longest_input(), &session.progress, &session.cancel)
+/// Loads a model for the windows of a text, and shows the progress under `stage`.
+pub fn load(
+    opened: &Opened,
+    text: &EvaluationText,
+    stage: &'static str,
+    session: &Session,
+) -> Result<Decoder> {
+    Decoder::load(&opened.model, text.longest_input(), &session.progress.named(stage), &session.cancel)
 }
 
 fn read_tokenizer(opened: &Opened) -> Result<Vec<u8>> {

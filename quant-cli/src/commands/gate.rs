@@ -13,7 +13,7 @@ use quant_evaluator::gate::{
 use quant_evaluator::report::gate_page;
 
 use super::Session;
-use crate::output::{self, JsonOption, table};
+use crate::output::{self, JsonOption, Written, table};
 
 /// The significance level at which an update calls a change better or worse: the default of policies.
 const LEVEL: f64 = 0.05;
@@ -58,8 +58,11 @@ pub fn run(args: &Args, session: &Session) -> Result<u8> {
         ("baseline", args.baseline.as_deref().filter(|_| args.update)),
     ];
     output::distinct(&outputs, &inputs)?;
-    for path in outputs[..3].iter().filter_map(|(_, path)| path.filter(|p| *p != Path::new("-"))) {
-        output::check_writable(path)?;
+    let kinds = [Written::Junit, Written::Json, Written::Html];
+    let written = outputs.iter().zip(kinds);
+    let written = written.filter_map(|((option, path), kind)| Some((option, (*path)?, kind)));
+    for (option, path, kind) in written.filter(|(_, path, _)| *path != Path::new("-")) {
+        output::check_output(option, path, kind)?;
         // A stale report must not pass for the result of this run if this one fails.
         if path.is_file() {
             std::fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;

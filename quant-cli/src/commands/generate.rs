@@ -35,10 +35,11 @@ pub struct Args {
     /// System message, with --chat
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
-    #[command(flatten)]
-    decoding: DecodingOptions,
+    // Before options with a heading of their own, which would also apply to it.
     #[command(flatten)]
     json: JsonOption,
+    #[command(flatten)]
+    decoding: DecodingOptions,
 }
 
 #[derive(Serialize)]

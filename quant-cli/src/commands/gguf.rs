@@ -14,12 +14,11 @@ use crate::output::{JsonOption, bytes, duration, table};
 /// Formats the summary of a run as text.
 pub fn text(summary: &GgufSummary) -> String {
     let mut text = format!(
-        "{}: {} as {}, {:.2} bits per weight; before: {}\n",
-        summary.path,
+        "{} → {} as {} ({:.2} bits per weight)\n",
+        bytes(summary.bytes_before),
         bytes(summary.bytes_after),
         summary.mixture,
         summary.bits_per_weight,
-        bytes(summary.bytes_before),
     );
     let types: Vec<String> = summary.types.iter().map(|(kind, n)| format!("{n} × {kind}")).collect();
     text.push_str(&format!("tensors: {}\n", types.join(", ")));
@@ -31,7 +30,7 @@ pub fn text(summary: &GgufSummary) -> String {
     if let Some(Worst { tensor, relative_rms, .. }) = &summary.worst_tensor {
         text.push_str(&format!("largest weight error: {:.2} % in {tensor} (RMS relative to the weight; not a measure of quality)\n", 100.0 * relative_rms));
     }
-    text.push_str(&format!("in {}\n", duration(summary.seconds)));
+    text.push_str(&format!("written to {}\nin {}\n", summary.path, duration(summary.seconds)));
     text
 }
 
@@ -91,7 +90,7 @@ pub(super) fn value(planned: &GgufPlanned) -> PlanJson<'_> {
     PlanJson {
         schema: "quant-gguf-plan/2",
         format: quant_core::gguf::FORMAT,
-        mixture: plan.request.mixture.name,
+        mixture: plan.mixture().name,
         input_bytes: *input_bytes,
         output_bytes: plan.output_bytes(),
         bits_per_weight: bits_per_weight(plan),
@@ -106,7 +105,7 @@ fn plan_text(planned: &GgufPlanned, all: bool) -> String {
     let GgufPlanned { plan, needs, calibrated, .. } = planned;
     let mut text = format!(
         "GGUF, {}: {}, {:.2} bits per weight\n\n",
-        plan.request.mixture.name,
+        plan.mixture().name,
         bytes(plan.output_bytes()),
         bits_per_weight(plan)
     );

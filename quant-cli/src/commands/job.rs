@@ -223,7 +223,7 @@ fn create(args: &InitArgs, session: &Session) -> Result<()> {
 
 fn list(args: &ListArgs, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.store, &[])?;
-    let job = UnitJob::open(&args.store, args.model.as_deref(), &session.host())?;
+    let job = UnitJob::open_anywhere(&args.store, args.model.as_deref(), &session.host())?;
     let costs = job.costs()?;
     let units = job.units().iter().zip(&costs);
     let units = units.map(|(unit, cost)| UnitJson {
@@ -291,7 +291,7 @@ fn work(args: &RunArgs, session: &Session) -> Result<()> {
 
 fn status(args: &ListArgs, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.store, &[])?;
-    let job = UnitJob::open(&args.store, args.model.as_deref(), &session.host())?;
+    let job = UnitJob::open_anywhere(&args.store, args.model.as_deref(), &session.host())?;
     let status = job.status()?;
     args.json.emit(&status, || status_text(&status))
 }
@@ -323,14 +323,15 @@ fn status_text(status: &JobStatus) -> String {
 pub fn merge(args: &MergeArgs, session: &Session) -> Result<()> {
     args.json.check()?;
     let host = session.host();
-    let job = UnitJob::open(&args.store, args.model.as_deref(), &host)?;
+    let job = UnitJob::open_anywhere(&args.store, args.model.as_deref(), &host)?;
     output::outside(&[("json", args.json.json.as_deref())], &[job.model_directory(), &args.output])?;
     let done: Quantized = job.merge(&args.output, (args.force, args.resume), &host)?;
     let done = Done::Checkpoints(done);
     let summary = done.summary().with_peak_memory(peak_memory());
     args.json.emit_by(&summary, || match &summary {
         quant_core::run::Summary::Checkpoints(summary) => {
-            output::print(&(quantize::text(summary) + &quantize::next_step(summary, job.model_directory())))
+            let next = quantize::next_step(summary, job.model_directory(), false, session);
+            output::print(&(quantize::text(summary) + &next))
         }
         _ => Err(Error::Internal("a summary of the wrong kind".into())),
     })

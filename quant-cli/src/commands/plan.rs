@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use quant_core::calibrate::Residence;
 use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS};
 use quant_core::model::Carried;
-use quant_core::recipe::{Action, Plan, PlanEntry, Rates, Recipe};
+use quant_core::recipe::{Action, PRESETS, Plan, PlanEntry, Rates, Recipe};
 use quant_core::run::{self, RecipeSettings, plan_gguf};
 use quant_core::wording::{CommandLine, Wording, counted, worded};
 use quant_core::{Error, Result};
@@ -23,7 +23,7 @@ pub struct Args {
     #[arg(required_unless_present_any = ["print_recipe", "print_recipe_schema"])]
     pub model: Option<PathBuf>,
     /// Print a preset as a recipe file, and nothing else
-    #[arg(long, value_name = "PRESET", conflicts_with = "model")]
+    #[arg(long, value_name = "PRESET", conflicts_with = "model", num_args = 0..=1, default_missing_value = "")]
     print_recipe: Option<String>,
     /// Print the JSON schema of recipe files, for editors, and nothing else
     #[arg(long, hide_short_help = true, conflicts_with_all = ["model", "print_recipe"])]
@@ -127,6 +127,13 @@ struct OutputJson<'a> {
 /// Prints the plan.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     if let Some(preset) = &args.print_recipe {
+        if preset.is_empty() {
+            let known: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
+            return Err(Error::usage(
+                "‹print_recipe› needs the name of a preset",
+                format!("known presets: {}", known.join(", ")),
+            ));
+        }
         return output::print(&Recipe::preset(preset)?.to_toml());
     }
     if args.print_recipe_schema {

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use quant_core::gguf;
-use quant_core::recipe::Extensions;
+use quant_core::recipe::{Extensions, REPACK};
 use quant_core::run::{
     Calibration, Done, FloatsSummary, FullBatchLinears, MIN_EXPERT_TOKENS, QuantizeJob, QuantizeRequest,
     QuantizeSummary, Summary, Text, UndersampledLinears, is_gguf_name,
@@ -14,7 +14,7 @@ use quant_evaluator::report::quantization_page;
 
 use super::Session;
 use crate::inputs;
-use crate::output::{self, JsonOption, bytes, duration};
+use crate::output::{self, JsonOption, Written, bytes, duration};
 use crate::provenance;
 use crate::recipe::RecipeOptions;
 
@@ -99,17 +99,21 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     output::distinct(&written, &request.files_read())?;
     output::outside(&written[..1], &[&args.model, &args.output])?;
     args.json.check()?;
-    let (_, summary) = run_request(&request, args.report.as_deref(), session)?;
+    let (done, summary) = run_request(&request, args.report.as_deref(), session)?;
+    let requantized = request.settings.requantize;
     args.json.emit_by(&summary, || {
         output::print(&match &summary {
             Summary::Checkpoints(summary) => {
-                let hint = match session.progress.is_quiet() {
-                    true => String::new(),
-                    false => next_step(summary, &args.model),
-                };
-                text(summary) + &hint
+                text(summary) + &next_step(summary, &args.model, requantized, session)
             }
-            Summary::Gguf(summary) => super::gguf::text(summary),
+            Summary::Gguf(summary) => {
+                let keeps_codes = matches!(&done, Done::Gguf(done) if done.plan.keeps_codes());
+                let next = match request.settings.gguf.pre.as_deref() {
+                    Some("none") => String::new(),
+                    _ => evaluation(&summary.path, &args.model, keeps_codes || requantized, session),
+                };
+                super::gguf::text(summary) + &next
+            }
             Summary::Floats(summary) => floats_text(summary),
             _ => return Err(Error::Internal("a summary of the wrong kind".into())),
         })
@@ -166,7 +170,7 @@ fn check_report(path: &Path, request: &QuantizeRequest, outputs: usize) -> Resul
         ));
     }
     output::outside(&written, &[&request.model, &request.output])?;
-    output::check_writable(path)
+    output::check_output("report", path, Written::Html)
 }
 
 /// Returns the time per step, if the run was long enough for it to matter.
@@ -242,11 +246,30 @@ fn floats_text(summary: &FloatsSummary) -> String {
     )
 }
 
-pub(super) fn next_step(summary: &QuantizeSummary, model: &Path) -> String {
+/// Returns a line that says what to do next, unless notes are suppressed.
+pub(super) fn next_step(
+    summary: &QuantizeSummary,
+    model: &Path,
+    requantized: bool,
+    session: &Session,
+) -> String {
     let Some(output) = summary.outputs.first() else { return String::new() };
+    let was_quantized = requantized || summary.method == REPACK.name;
+    evaluation(&output.path, model, was_quantized, session)
+}
+
+/// Returns the command that measures the accuracy loss. A quantized model is not a reference for it.
+fn evaluation(output: &str, model: &Path, was_quantized: bool, session: &Session) -> String {
+    if session.progress.is_quiet() {
+        return String::new();
+    }
     let model = model.display().to_string();
-    let words = ["quant", "eval", &output.path, "--reference", &model, "--text", inputs::HELDOUT_NAME];
+    let (reference, why) = match was_quantized {
+        true => ("ORIGINAL", format!(" against the model that {model} was quantized from")),
+        false => (&*model, String::new()),
+    };
+    let words = ["quant", "eval", output, "--reference", reference, "--text", inputs::HELDOUT_NAME];
     shlex::try_join(words)
-        .map(|line| format!("next, measure the accuracy loss: {line}\n"))
+        .map(|line| format!("next, measure the accuracy loss{why}: {line}\n"))
         .unwrap_or_default()
 }

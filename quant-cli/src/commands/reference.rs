@@ -52,12 +52,15 @@ impl OpenedReference {
         }
     }
 
-    /// Returns the identity of the reference model; `path` is the argument that named it.
+    /// Returns the identity of the reference model. `path` is the argument that named it; a stored reference has the path
+    /// that named the model when it was stored.
     pub fn identity(&self, path: &Path, session: &Session) -> Result<ModelIdentity> {
-        let path = path.display().to_string();
         match self {
-            Self::Model(opened) => provenance::identity(opened, path, opened.model.kv_scheme(), session),
-            Self::Stored(stored) => Ok(ModelIdentity { path, ..stored.model().clone() }),
+            Self::Model(opened) => {
+                let path = path.display().to_string();
+                provenance::identity(opened, path, opened.model.kv_scheme(), session)
+            }
+            Self::Stored(stored) => Ok(stored.model().clone()),
         }
     }
 
@@ -72,7 +75,9 @@ impl OpenedReference {
     /// Reads the weights if the reference is a model.
     pub fn load(self, text: &EvaluationText, session: &Session) -> Result<LoadedReference> {
         Ok(match self {
-            Self::Model(opened) => LoadedReference::Model(Box::new(eval::load(&opened, text, session)?)),
+            Self::Model(opened) => {
+                LoadedReference::Model(Box::new(eval::load(&opened, text, "load reference", session)?))
+            }
             Self::Stored(stored) => LoadedReference::Stored(stored),
         })
     }

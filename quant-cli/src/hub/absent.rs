@@ -13,29 +13,28 @@ use crate::inputs::{BUILTIN, HELDOUT_NAME};
 /// Returns the error for a model that is not available locally.
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     let revision = id.revision.as_ref().map(|r| format!(" --revision {r}")).unwrap_or_default();
-    Err(Error::Unavailable {
-        what: format!("the model {id}"),
-        reason: "there is no such directory, and this build does not download models".into(),
-        remedy: format!(
+    // Not an error of the environment: a scheduler would retry it.
+    Err(Error::usage(
+        format!(
+            "the model {id} is not available: there is no such directory, and this build does not download models"
+        ),
+        format!(
             "check the path, or download the model with `hf download {}{revision}` and give the directory \
             that it prints, or build quant with `--features hub`",
             id.repository()
-        )
-        .into(),
-    })
+        ),
+    ))
 }
 
 /// Returns the error for a public text set, which this build cannot download.
 pub fn documents(set: &PublicSet, _session: &Session) -> Result<Vec<String>> {
-    Err(Error::Unavailable {
-        what: format!("the text set `{}`", set.name),
-        reason: "this build does not download texts".into(),
-        remedy: format!(
+    Err(Error::usage(
+        format!("the text set `{}` is not available: this build does not download texts", set.name),
+        format!(
             "use the built-in text ({HELDOUT_NAME} for an evaluation, {BUILTIN} for calibration); or download {} from \
              the data set {}, convert it to plain text or to a .jsonl file whose lines have a field `text`, and give \
              the path of the converted file (licence: {}); or build quant with `--features hub`",
             set.file, set.hub_id, set.licence
-        )
-        .into(),
-    })
+        ),
+    ))
 }

@@ -267,7 +267,7 @@ impl GgufPlan {
         request.check_steps(a, &tensors)?;
         let is_quantized = tensors.iter().any(|t| !t.kind.is_float());
         let name = directory.path().file_name().map(|n| n.to_string_lossy().into_owned());
-        let file_type = commonest_type(&tensors).unwrap_or(mixture.id);
+        let file_type = commonest_type(&tensors).unwrap_or(mixture).id;
         let mut metadata = metadata::general(family, &name.unwrap_or_default(), file_type, is_quantized);
         metadata.extend(about.entries);
         let vocabulary = tokenizer::metadata(directory, family, a.vocab, request.pre.as_deref())?;
@@ -289,21 +289,30 @@ impl GgufPlan {
         self.tensors.iter().map(PlannedTensor::bytes).sum()
     }
 
+    /// The mixture that the file names: the requested one, or that of the model's codes if they are kept.
+    pub fn mixture(&self) -> &'static Mixture {
+        commonest_type(&self.tensors).unwrap_or(self.request.mixture)
+    }
+
+    /// Whether codes of the model are kept, because it is already quantized.
+    pub fn keeps_codes(&self) -> bool {
+        self.tensors.iter().any(PlannedTensor::keeps_codes)
+    }
+
     /// Tensors whose rows did not fit the requested type.
     pub fn replaced(&self) -> impl Iterator<Item = &PlannedTensor> {
         self.tensors.iter().filter(|t| t.replaces.is_some())
     }
 }
 
-/// The number of the most common block type, by weights.
-fn commonest_type(tensors: &[PlannedTensor]) -> Option<u32> {
+/// The mixture that is named after the most common type of kept codes, by weights; `None` if no codes are kept.
+fn commonest_type(tensors: &[PlannedTensor]) -> Option<&'static Mixture> {
     let mut elements: BTreeMap<&str, usize> = BTreeMap::new();
     for tensor in tensors.iter().filter(|t| t.keeps_codes()) {
         *elements.entry(tensor.kind.name).or_default() += tensor.shape.iter().product::<usize>();
     }
     let (name, _) = elements.into_iter().max_by_key(|(_, n)| *n)?;
-    let of_type = super::mixture::MIXTURES.iter().find(|m| m.stacked().unwrap_or(m.base).name == name);
-    of_type.map(|m| m.id)
+    super::mixture::MIXTURES.iter().find(|m| m.stacked().unwrap_or(m.base).name == name)
 }
 
 fn drafts(model: &Model, family: &GgufFamily) -> Result<Vec<Draft>> {

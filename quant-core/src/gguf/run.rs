@@ -144,7 +144,7 @@ pub fn write_tensors(
     observer.event(&Event::StageDone);
     Ok(GgufReport {
         schema: "quant-gguf-report/1",
-        mixture: plan.request.mixture.name,
+        mixture: plan.mixture().name,
         folds: steps.map(|steps| steps.folds().to_vec()).unwrap_or_default(),
         tensors: reports,
     })

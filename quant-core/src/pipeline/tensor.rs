@@ -295,15 +295,12 @@ impl Linear<'_> {
         Ok((tensor, error))
     }
 
-    /// Returns the weight as the container stores it, and whether that may differ from `tensor`.
+    /// Returns the weight as the container stores it, and whether its values may differ from those of `tensor`.
     fn as_stored(&self, mut tensor: QuantizedTensor) -> Result<(QuantizedTensor, bool)> {
         tensor.input = self.input;
-        match self.scheme.is_progressive() {
-            true => {
-                Ok((stored(tensor, self.job.plan.container, self.scale_dtype, &self.entry.tensor)?, true))
-            }
-            false => Ok((tensor, false)),
-        }
+        let has_levels = self.scheme.is_progressive();
+        let tensor = stored(tensor, self.job.plan.container, self.scale_dtype, &self.entry.tensor)?;
+        Ok((tensor, has_levels))
     }
 
     /// Returns the records of the rounding and of the steps of the calling program for the linear, by their names.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::misplaced::explained;
 use super::settings::{Given, RecipeSettings, set_twice};
 use crate::blocks::{BLOCK_TYPES, BlockSearch, BlockType, block_type};
 use crate::calibrate::{Packing, Sampling};
@@ -140,7 +141,7 @@ impl RecipeSettings {
     /// Returns the method, and the settings of its steps and of its rounding.
     fn gguf_method(&self, extensions: &Extensions) -> Result<(Method, TransformSettings)> {
         let name = self.method.as_deref().unwrap_or(round::DEFAULT.name());
-        let method = extensions.method(name)?;
+        let method = explained(extensions.method(name), "method", name, extensions)?;
         let mut settings = TransformSettings::default();
         method.set_defaults(&mut settings)?;
         let unsupported = method.preparation.map(Preparation::name);

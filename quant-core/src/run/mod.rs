@@ -41,6 +41,7 @@ mod gguf;
 mod gguf_settings;
 mod host;
 mod memory;
+mod misplaced;
 mod model_card;
 mod outputs;
 mod quantize;

@@ -7,11 +7,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Number, Value};
 
 use super::gguf_settings::GgufSettings;
+use super::misplaced::explained;
 use crate::calibrate::{ExpertSampling, Sampling};
 use crate::model::Model;
 use crate::recipe::{Extensions, Method, PRESETS, Pattern, Plan, Recipe, kv, method_with, step_of};
-use crate::round::ROUNDINGS;
-use crate::scheme::{Granularity, SchemeRequest};
+use crate::round::{self, ROUNDINGS};
+use crate::scheme::{FloatFormat, Granularity, SchemeRequest, WeightRequest};
 use crate::{Error, Result};
 
 const SEARCHES_NO_TEXT: &str = "does not use a calibration text";
@@ -23,7 +24,8 @@ const ANOTHER_METHOD: &str = "leave it out, or choose a different ‹method›";
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecipeSettings {
-    /// A preset, which names a method and a scheme; `awq-w4a16` if no preset, recipe or method is given.
+    /// A preset, which names a method and a scheme; `awq-w4a16` if no preset, recipe or method is given. A `scheme` of FP8
+    /// weights changes that method to `rtn`.
     pub preset: Option<String>,
     /// A recipe file (TOML).
     pub recipe: Option<PathBuf>,
@@ -112,13 +114,19 @@ impl RecipeSettings {
         }
         let mut recipe = match &self.recipe {
             Some(path) => Recipe::read_with(path, extensions)?,
-            None => Recipe::preset(self.preset.as_deref().unwrap_or_else(|| self.preset_by_method()))?,
+            None => {
+                let name = self.preset.as_deref().unwrap_or_else(|| self.preset_by_method());
+                explained(Recipe::preset(name), "preset", name, extensions)?
+            }
         };
         if let Some(name) = &self.method {
-            recipe.set_method(extensions.method(name)?)?;
+            recipe.set_method(explained(extensions.method(name), "method", name, extensions)?)?;
         }
         recipe.method = recipe.method.without(&self.skip)?;
         if !self.format.is_empty() {
+            for name in &self.format {
+                explained(extensions.container(name), "format", name, extensions)?;
+            }
             recipe.containers = extensions.containers_of(&self.format)?;
         }
         if let Some(size) = &self.group_size {
@@ -127,11 +135,15 @@ impl RecipeSettings {
         if let Some(symmetric) = self.symmetric {
             recipe.scheme.set_symmetric(symmetric)?;
         }
-        if let Some(scheme) = &self.scheme {
-            let (scheme, kv) = kv::split(scheme)?;
+        if let Some(name) = &self.scheme {
+            let (scheme, kv) = kv::split(name)?;
             recipe.settings.kv = kv;
             let scheme = &scheme;
-            recipe.scheme = self.refuse_contradiction(scheme, recipe.scheme.refine(scheme)?)?;
+            let refined = explained(recipe.scheme.refine(scheme), "scheme", name, extensions)?;
+            recipe.scheme = self.refuse_contradiction(scheme, refined)?;
+        }
+        if self.names_no_method() && recipe.scheme.weight == WeightRequest::Float(FloatFormat::E4m3) {
+            recipe.set_method(extensions.method(round::DEFAULT.name())?)?;
         }
         for pattern in &self.ignore {
             recipe.ignore.push(Pattern::new(pattern)?);
@@ -243,6 +255,12 @@ impl RecipeSettings {
             ));
         }
         Ok(())
+    }
+
+    /// Whether the method is the default. For FP8 weights that is rounding to nearest, because AWQ does not make them more
+    /// accurate.
+    fn names_no_method(&self) -> bool {
+        self.preset.is_none() && self.recipe.is_none() && self.method.is_none()
     }
 
     /// Returns the preset to use if none is named. Its method suits the requested one, so that the scheme does too; if

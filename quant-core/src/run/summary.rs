@@ -263,7 +263,7 @@ impl Summary {
         Self::Gguf(GgufSummary {
             schema: "quant-gguf-summary/1",
             path: published.path.display().to_string(),
-            mixture: plan.request.mixture.name,
+            mixture: plan.mixture().name,
             bytes_before: done.bytes_before,
             bytes_after: published.bytes,
             bits_per_weight: bits_per_weight(plan),

@@ -228,6 +228,14 @@ impl UnitJob {
         Self::open_with(directory, model, &Extensions::default(), host)
     }
 
+    /// Opens a job to show or merge it, which computes nothing, so the type of the machine does not matter.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), except for a different type of machine.
+    pub fn open_anywhere(directory: &Path, model: Option<&Path>, host: &Host<'_>) -> Result<Self> {
+        Self::opened(directory, model, &Extensions::default(), false, host)
+    }
+
     /// [`open`](Self::open) with the steps, roundings, methods and formats of the calling program.
     ///
     /// # Errors
@@ -236,6 +244,16 @@ impl UnitJob {
         directory: &Path,
         model: Option<&Path>,
         extensions: &Extensions,
+        host: &Host<'_>,
+    ) -> Result<Self> {
+        Self::opened(directory, model, extensions, true, host)
+    }
+
+    fn opened(
+        directory: &Path,
+        model: Option<&Path>,
+        extensions: &Extensions,
+        computes: bool,
         host: &Host<'_>,
     ) -> Result<Self> {
         let store = Store::open(directory)?;
@@ -258,7 +276,10 @@ impl UnitJob {
         if let Some(largest) = windows.as_ref().and_then(|w| w.tokens().iter().max()) {
             opened.model.check_token(*largest)?;
         }
-        let run = run_record(&opened, &plan, windows.as_ref(), host)?;
+        let mut run = run_record(&opened, &plan, windows.as_ref(), host)?;
+        if !computes {
+            record.overlook_machine(&mut run);
+        }
         record.check(directory, &run, &tensors_sha256(&plan))?;
         let split = [record.blocks_per_unit, record.forward_shards];
         let units = graph::units(&plan, &opened.model, windows.as_ref(), split)?;

@@ -83,6 +83,15 @@ impl JobRecord {
         hex(blake3::hash(results.to_string().as_bytes()).as_bytes())
     }
 
+    /// Replaces the machine in `run` by that of the job, if the program is the same.
+    pub(super) fn overlook_machine(&self, run: &mut Value) {
+        if self.run["program"]["executable_blake3"] == run["program"]["executable_blake3"] {
+            for field in MACHINE {
+                run["program"][field] = self.run["program"][field].clone();
+            }
+        }
+    }
+
     /// Fails unless a worker with this `run` and these tensors computes the results of the job.
     pub(super) fn check(&self, path: &Path, run: &Value, tensors_sha256: &str) -> Result<()> {
         let program = |run: &Value, field: &str| run["program"][field].clone();
@@ -97,9 +106,10 @@ impl JobRecord {
                     program(&self.run, field),
                     program(run, field)
                 ),
-                remedy: "run all units on machines of the same type; QUANT_ISA selects the instruction set of the \
-                    kernels"
-                    .into(),
+                remedy:
+                    "create the job and run all units on machines of the same type; QUANT_ISA selects the \
+                    instruction set of the kernels"
+                        .into(),
             });
         }
         let mut different = differences(&self.run, run);

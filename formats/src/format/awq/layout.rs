@@ -54,7 +54,7 @@ pub(super) fn layout(
         )));
     }
     if scheme.int_bits() != Some(BITS) {
-        let got = scheme.int_bits().map_or_else(|| scheme.to_string(), |bits| bits.to_string());
+        let got = scheme.described_bits();
         return Err(unusable(format!("the {METHOD} format supports {BITS}-bit weights only, not {got}")));
     }
     if scale_dtype != Dtype::F16 {

@@ -62,7 +62,7 @@ pub(super) fn layout(
         )));
     }
     let Some(bits @ (2 | 3 | 4 | 8)) = scheme.int_bits() else {
-        let got = scheme.int_bits().map_or_else(|| scheme.to_string(), |bits| bits.to_string());
+        let got = scheme.described_bits();
         return Err(unusable(format!("the {METHOD} format supports 2, 3, 4 or 8 bits, not {got}")));
     };
     let bits = usize::from(bits);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
+use crate::blocks::BlockType;
 use crate::checkpoint::{Dtype, TensorSpec};
 use crate::format::{PackedReader, PackedWeight, mxfp4, read_positive};
 use crate::model::arch::Op;
@@ -182,6 +183,11 @@ impl Model {
             Some(blocks) => Ok(WeightBody::Blocks(blocks)),
             None => self.stored_weight(name, shape),
         }
+    }
+
+    /// Returns the GGUF type in which a linear is stored; `None` in other files.
+    pub fn block_type(&self, module: &str) -> Option<&'static BlockType> {
+        self.source.block_type(&format!("{module}.weight"))
     }
 
     /// Returns the names of the GGUF block types of the model's linears, in the order in which they occur: those that

@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 
 use super::{Action, PlanEntry};
-use crate::Result;
 use crate::checkpoint::TensorSpec;
 use crate::format::Container;
 use crate::model::{Architecture, Model, NodeId};
 use crate::scheme::SchemeRequest;
 use crate::transform::{Transform, TransformSettings};
+use crate::{Error, Result};
 use quant_formats::Indivisible;
 
 /// The norms and linears of each layer whose stored parameters a method may rewrite.
@@ -52,6 +52,19 @@ pub(super) struct Draft {
 pub(super) enum Drafted {
     Entry(Box<PlanEntry>),
     Indivisible(Indivisible),
+    /// The format cannot store the weight: its error.
+    Unfit(Error),
+}
+
+/// Removes the advice to leave linears float from a format's error, because it applies to no linear alone.
+pub(super) fn without_ignoring(error: Error) -> Error {
+    match error {
+        Error::Usage { message, remedy } => {
+            let shorter = remedy.marked().replace(", leave it float with ‹ignore›, or ", ", or ");
+            Error::usage(message, shorter.replace("leave it float with ‹ignore›, or ", ""))
+        }
+        other => other,
+    }
 }
 
 impl Draft {
@@ -78,7 +91,11 @@ impl Draft {
             return Ok(Drafted::Indivisible(Indivisible { tensor, columns, group_size }));
         }
         let scale_dtype = container.scale_dtype(scheme, info.dtype);
-        let outputs = container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype)?;
+        let outputs = match container.layout(&module, shape, container.stored_scheme(scheme), scale_dtype) {
+            Ok(outputs) => outputs,
+            Err(error @ Error::Usage { .. }) => return Ok(Drafted::Unfit(error)),
+            Err(error) => return Err(error),
+        };
         let action = Action::Quantize { node, module, scheme, scale_dtype };
         let cache = Vec::new();
         let by_columns = false;

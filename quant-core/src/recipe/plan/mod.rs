@@ -265,7 +265,7 @@ impl Plan {
             drafts.push(outer(head.clone(), stored, name, head_scheme));
         }
 
-        let mut offenders = Vec::new();
+        let (mut offenders, mut unfit) = (Vec::new(), None);
         let mut entries = Vec::new();
         let mut float_modules = Vec::new();
         for draft in drafts {
@@ -278,6 +278,7 @@ impl Plan {
                     entries.push(*entry);
                 }
                 Drafted::Indivisible(offender) => offenders.push(offender),
+                Drafted::Unfit(error) => unfit = unfit.or(Some(error)),
             }
         }
         if shared {
@@ -286,6 +287,11 @@ impl Plan {
         match embedding.entry(model, container)? {
             Drafted::Entry(entry) => entries.push(*entry),
             Drafted::Indivisible(offender) => offenders.push(offender),
+            Drafted::Unfit(error) => unfit = unfit.or(Some(error)),
+        }
+        if let Some(error) = unfit {
+            let fits_none = offenders.is_empty() && !entries.iter().any(|e| e.quantized().is_some());
+            return Err(if fits_none { draft::without_ignoring(error) } else { error });
         }
         if !offenders.is_empty() {
             return Err(Error::GroupSizeDoesNotDivide(offenders));
