@@ -52,6 +52,11 @@ class Proxy(http.server.ThreadingHTTPServer):
         #: Set while requests stay without answer.
         self.silent = threading.Event()
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        # A program that was killed or interrupted does not wait for its answer.
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     def count(self, method: str, part: str, status: int | None = None) -> int:
         return sum(m == method and part in p and status in (None, s) for m, p, s in self.log)
 

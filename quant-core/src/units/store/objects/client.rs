@@ -1,7 +1,7 @@
 //! Requests to an object store.
 //!
 //! Requests run on a thread of their own, so that the calling thread can give up when the job is cancelled, and so that
-//! transfers go on while it computes hashes. `object_store` repeats failed requests, for up to a minute.
+//! transfers go on while it computes hashes. `object_store` repeats failed requests for half a minute.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};

@@ -10,6 +10,9 @@ const SECRET: [&str; 6] = ["KEY", "TOKEN", "SECRET", "PASSWORD", "SAS", "CREDENT
 const PREFIXES: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
 /// Shorter values, such as `true`, are no secrets.
 const MIN_SECRET: usize = 8;
+const DENIED: [&str; 2] = ["status code: 401", "status code: 403"];
+const REMEDY_OF_DENIAL: &str = "check the credentials in the environment (AWS_*, GOOGLE_* or AZURE_*), which must allow \
+    to read, write, list and delete objects; then run the same command again";
 
 /// Returns whether an error means that the object does not exist, although its bucket does.
 pub(super) fn is_absent(error: &StoreError) -> bool {
@@ -20,11 +23,11 @@ pub(super) fn is_absent(error: &StoreError) -> bool {
 
 /// Returns the error for a request that failed. `action` says what it does, as in `read X`.
 pub(super) fn explained(url: &str, action: &str, error: &StoreError) -> Error {
+    let text = error.to_string();
     let remedy = match error {
-        StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
-            "check the credentials in the environment (AWS_*, GOOGLE_* or AZURE_*), which must allow to read, write, \
-            list and delete objects; then run the same command again"
-        }
+        // Some requests report a refusal as a general error.
+        _ if DENIED.iter().any(|status| text.contains(status)) => REMEDY_OF_DENIAL,
+        StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => REMEDY_OF_DENIAL,
         StoreError::NotImplemented { .. } | StoreError::NotSupported { .. } => {
             "use a store that supports conditional writes, or a directory"
         }
@@ -35,7 +38,7 @@ pub(super) fn explained(url: &str, action: &str, error: &StoreError) -> Error {
     };
     Error::Unavailable {
         what: format!("the object store {url}"),
-        reason: format!("cannot {action}: {}", reason(&error.to_string())),
+        reason: format!("cannot {action}: {}", reason(&text)),
         remedy: remedy.into(),
     }
 }
@@ -59,7 +62,16 @@ fn reason(text: &str) -> String {
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))),
     );
     let short: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(600).collect();
-    short.split_whitespace().map(printable).collect::<Vec<_>>().join(" ")
+    short.split_whitespace().map(|word| printable(&without_login(word))).collect::<Vec<_>>().join(" ")
+}
+
+/// Removes the query and the user of a URL, which may be a signature and a password.
+fn without_login(word: &str) -> String {
+    let Some((scheme, rest)) = word.split_once("://") else { return word.to_owned() };
+    let rest = rest.split('?').next().unwrap_or_default();
+    let host = rest.split('/').next().unwrap_or_default();
+    let user = host.rfind('@').map_or(0, |at| at + 1);
+    format!("{scheme}://{}", &rest[user..])
 }
 
 /// Replaces the values of secret variables.
@@ -92,6 +104,12 @@ mod tests {
     }
 
     #[test]
+    fn urls_have_no_login() {
+        let text = reason("GET https://me:hunter22@host:9/b/k?sig=abc%2F&x=1 in 3ms - http://[::1]/k?a@b");
+        assert_eq!(text, "GET https://host:9/b/k in 3ms - http://[::1]/k");
+    }
+
+    #[test]
     fn answers_are_shortened() {
         let answer = "Error performing GET http://host/bucket/key in 3ms - Server returned non-2xx status code: 403 \
             Forbidden: <?xml version=\"1.0\"?>\n<Error><Code>SignatureDoesNotMatch</Code><Message>The signature \
@@ -105,6 +123,7 @@ mod tests {
         );
         assert!(!text.contains("AKIDEXAMPLE") && !text.contains("secret"), "{text}");
         assert_eq!(error.category().exit_code(), 5);
+        assert!(error.remedy().to_string().contains("credentials"), "{}", error.remedy());
         let long = explained("s3://b", "read x", &failed(&"\u{1b}[31m".repeat(1000))).to_string();
         assert!(long.len() < 4000 && !long.contains('\u{1b}'), "{long}");
     }

@@ -68,7 +68,7 @@ impl Location {
 }
 
 fn retry() -> RetryConfig {
-    RetryConfig { max_retries: 8, retry_timeout: Duration::from_secs(60), ..RetryConfig::default() }
+    RetryConfig { max_retries: 100, retry_timeout: Duration::from_secs(30), ..RetryConfig::default() }
 }
 
 fn is_unset(variable: &str) -> bool {
