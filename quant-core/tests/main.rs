@@ -39,6 +39,8 @@ mod smoothquant;
 mod stages;
 #[path = "../examples/support/tiny.rs"]
 mod tiny;
+#[cfg(feature = "store")]
+mod unit_objects;
 mod units;
 
 /// Cargo compiles only the files that are listed above, and `allocation.rs`, which is a target of its own.

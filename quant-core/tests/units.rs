@@ -62,16 +62,16 @@ fn tiny(family: Kind) -> Tiny {
     }
 }
 
-fn settings(method: &str, scheme: &str) -> RecipeSettings {
+pub(crate) fn settings(method: &str, scheme: &str) -> RecipeSettings {
     RecipeSettings { method: Some(method.into()), scheme: Some(scheme.into()), ..RecipeSettings::default() }
 }
 
 /// Settings of a method that is calibrated on several pieces of windows.
-fn calibrated(method: &str, scheme: &str) -> RecipeSettings {
+pub(crate) fn calibrated(method: &str, scheme: &str) -> RecipeSettings {
     RecipeSettings { samples: Some(150), seq_len: Some(40), ..settings(method, scheme) }
 }
 
-struct Bench {
+pub(crate) struct Bench {
     scratch: TempDir,
     settings: RecipeSettings,
     calibration: Option<Text>,
@@ -86,7 +86,7 @@ fn files(directory: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 impl Bench {
-    fn new(family: Kind, settings: RecipeSettings) -> Self {
+    pub(crate) fn new(family: Kind, settings: RecipeSettings) -> Self {
         let scratch = tempfile::tempdir().unwrap();
         let model = scratch.path().join("model");
         write_checkpoint(&tiny(family).random(2), &model);
@@ -102,11 +102,11 @@ impl Bench {
         Self { settings, calibration, expected: files(&out), scratch }
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub(crate) fn at(&self, name: &str) -> PathBuf {
         self.scratch.path().join(name)
     }
 
-    fn request(&self, blocks_per_unit: usize, forward_shards: usize) -> JobRequest {
+    pub(crate) fn request(&self, blocks_per_unit: usize, forward_shards: usize) -> JobRequest {
         JobRequest {
             model: self.at("model"),
             settings: self.settings.clone(),
@@ -119,18 +119,21 @@ impl Bench {
         }
     }
 
-    fn init(&self, name: &str, blocks_per_unit: usize, forward_shards: usize) -> PathBuf {
-        let store = self.at(name);
+    pub(crate) fn init(&self, name: &str, blocks_per_unit: usize, forward_shards: usize) -> PathBuf {
+        self.init_at(self.at(name), blocks_per_unit, forward_shards)
+    }
+
+    pub(crate) fn init_at(&self, store: PathBuf, blocks_per_unit: usize, forward_shards: usize) -> PathBuf {
         let cancel = CancelToken::new();
-        let host = Host::new(&Silent, &cancel, &Nothing);
+        let host = host(&store, &Silent, &cancel);
         let made = init(&self.request(blocks_per_unit, forward_shards), &store, &host).unwrap();
         assert!(made.created);
         store
     }
 
     #[track_caller]
-    fn assert_merges(&self, store: &Path) {
-        let out = store.with_extension("out");
+    pub(crate) fn assert_merges(&self, store: &Path) {
+        let out = self.at(&format!("{}.out", store.file_name().unwrap().display()));
         on(store, &Silent, |job, host| job.merge(&out, (false, false), host)).unwrap();
         let found = files(&out);
         assert!(found.keys().eq(self.expected.keys()), "{:?}", found.keys());
@@ -141,22 +144,32 @@ impl Bench {
     }
 }
 
+/// A host that opens jobs in directories, and those at the URLs of [`crate::unit_objects`].
+pub(crate) fn host<'a>(store: &Path, observer: &'a dyn Observer, cancel: &'a CancelToken) -> Host<'a> {
+    let host = Host::new(observer, cancel, &Nothing);
+    #[cfg(feature = "store")]
+    let host = crate::unit_objects::with_objects(host, store);
+    #[cfg(not(feature = "store"))]
+    let _ = store;
+    host
+}
+
 /// Opens a job as a new worker does, and passes it to `work`.
-fn on<T>(
+pub(crate) fn on<T>(
     store: &Path,
     observer: &dyn Observer,
     work: impl FnOnce(&UnitJob, &Host<'_>) -> Result<T>,
 ) -> Result<T> {
     let cancel = CancelToken::new();
-    let host = Host::new(observer, &cancel, &Nothing);
+    let host = host(store, observer, &cancel);
     work(&UnitJob::open(store, None, &host)?, &host)
 }
 
-fn run(store: &Path, selection: &Selection) -> Result<Vec<quant_core::units::UnitDone>> {
+pub(crate) fn run(store: &Path, selection: &Selection) -> Result<Vec<quant_core::units::UnitDone>> {
     on(store, &Silent, |job, host| job.run(selection, &WorkOptions::default(), host))
 }
 
-fn unit(id: &str) -> Selection {
+pub(crate) fn unit(id: &str) -> Selection {
     Selection::Unit(id.into())
 }
 
@@ -178,7 +191,7 @@ impl Observer for Interrupts {
 fn run_interrupted(store: &Path, selection: &Selection, events: usize) -> Result<()> {
     let interrupts = Interrupts { cancel: CancelToken::new(), left: Mutex::new(events) };
     let cancel = interrupts.cancel.clone();
-    let host = Host::new(&interrupts, &cancel, &Nothing);
+    let host = host(store, &interrupts, &cancel);
     let job = UnitJob::open(store, None, &host)?;
     job.run(selection, &WorkOptions::default(), &host).map(drop)
 }
@@ -298,9 +311,9 @@ fn only_settings_of_the_rounding_make_blocks_independent() {
 }
 
 /// The position of a unit among all, and the number of events after which the worker is interrupted.
-type Step = (usize, Option<usize>);
+pub(crate) type Step = (usize, Option<usize>);
 
-fn any_order(bench: &Bench, store: &Path, steps: &[Step], workers: usize) -> TestCaseResult {
+pub(crate) fn any_order(bench: &Bench, store: &Path, steps: &[Step], workers: usize) -> TestCaseResult {
     let ids = on(store, &Silent, |job, _| Ok(job.units().iter().map(|u| u.id.clone()).collect::<Vec<_>>()));
     let ids = ids.unwrap();
     for (position, interrupted) in steps {
@@ -384,7 +397,7 @@ fn shards_cover_every_unit_once() {
     assert_eq!(run(&store, &unit("blocks/9")).unwrap_err().category(), Category::Usage);
 }
 
-fn result_of(store: &Path, id: &str) -> PathBuf {
+pub(crate) fn result_of(store: &Path, id: &str) -> PathBuf {
     let prefix = format!("{}.", id.replace('/', "-"));
     let entries = std::fs::read_dir(store.join("units")).unwrap().map(|entry| entry.unwrap().path());
     let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().into_owned();
@@ -467,7 +480,7 @@ fn results_that_differ_are_an_error() {
 }
 
 /// The file with changed data and the matching hash.
-fn resealed(file: &[u8], change: impl FnOnce(&mut [u8])) -> Vec<u8> {
+pub(crate) fn resealed(file: &[u8], change: impl FnOnce(&mut [u8])) -> Vec<u8> {
     let mut file = file.to_vec();
     let data = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     let hash = file.len() - 32;

@@ -245,6 +245,27 @@ fn exit_codes_tell_schedulers_what_to_do() {
     assert_eq!(hashes(&bench.at("elsewhere")), hashes(&bench.at("out")));
 }
 
+/// The program that the tests run has no object stores. A URL is no directory, and its password is not printed.
+#[test]
+fn urls_need_a_feature() {
+    let bench = Bench::new();
+    let url = "s3://key:hunter22@bucket/job";
+    for arguments in [
+        args!["job", "init", &bench.model, "--method", "rtn", "--job", url],
+        args!["job", "units", url],
+        args!["job", "run", url],
+        args!["job", "status", url],
+        args!["merge", url, "-o", bench.at("out")],
+    ] {
+        let mut command = command(arguments);
+        command.current_dir(bench.scratch.path());
+        let run = Running::start(command).wait();
+        check_message("url", &run, 2, &["s3://", "without the feature `store`", "--features store"]);
+        assert!(!run.stdout.contains("hunter22") && !run.stderr.contains("hunter22"), "{run}");
+    }
+    assert!(!bench.at("s3:").exists());
+}
+
 #[test]
 fn gptq_in_spans() {
     let bench = Bench::new();

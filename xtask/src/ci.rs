@@ -15,6 +15,8 @@ pub const TEST_COMMAND: [&str; 2] = ["test", "--workspace"];
 const SKIP_LOG: &str = "QUANT_SKIP_LOG";
 /// The feature that fetches models and texts from a hub.
 const HUB: &str = "quant-cli/hub";
+/// The feature that keeps jobs in object stores.
+const STORE: &str = "quant-cli/store";
 const CARGO_DENY: &str = "0.20.2";
 
 /// The steps to run.
@@ -49,7 +51,7 @@ pub fn run(args: &Args) -> Result<()> {
         })
     });
     steps.step("fmt", || execute(&mut cargo(&["fmt", "--all", "--check"])));
-    steps.step("clippy", || clippy(&["--features", HUB, "--features", cuda::C_FEATURE]));
+    steps.step("clippy", || clippy(&["--features", HUB, "--features", STORE, "--features", cuda::C_FEATURE]));
     steps.step("doc", || {
         execute(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
     });
@@ -80,6 +82,14 @@ fn fetch() {
 /// The command names the whole workspace so that the artifacts of the earlier tests are reused.
 pub fn hub() -> Result<()> {
     execute(&mut cargo(&["test", "--workspace", "--features", HUB, "--test", "hub"]))
+}
+
+/// Tests jobs in object stores: in memory, and with the program on a local S3 store.
+pub fn store() -> Result<()> {
+    let features = ["--workspace", "--locked", "--features", STORE];
+    execute(cargo(&["test"]).args(features).args(["--lib", "--test", "pipeline", "unit"]))?;
+    execute(cargo(&["build"]).args(features))?;
+    interop::script("tests/store/check.sh", &[])
 }
 
 /// Lints everything with these options.

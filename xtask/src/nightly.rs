@@ -12,7 +12,7 @@ use crate::{
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Run these steps only: clippy, advisories, semver, proptest, hub, book, sanitize, aarch64, cuda, aarch64-programs, cuda-variants, cuda-candle, interop, vllm, engines, outside, mistralrs, no-features, python, dist, fuzz, ray, slurm, crash-points, bench-rtn, bench-awq-memory
+    /// Run these steps only: clippy, advisories, semver, proptest, hub, store, book, sanitize, aarch64, cuda, aarch64-programs, cuda-variants, cuda-candle, interop, vllm, engines, outside, mistralrs, no-features, python, dist, fuzz, ray, slurm, crash-points, bench-rtn, bench-awq-memory
     #[arg(long, value_delimiter = ',')]
     pub only: Vec<String>,
     /// Cases per property test
@@ -31,6 +31,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("semver", publish::semver);
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
     steps.step("hub", ci::hub);
+    steps.step("store", ci::store);
     steps.step("book", book::run);
     steps.step("sanitize", sanitize::all);
     steps.step("aarch64", || interop::script("tests/aarch64/check.sh", &[]));

@@ -38,7 +38,8 @@ enum Command {
 struct InitArgs {
     /// Model directory, or org/name or org/name@revision on a hub
     model: PathBuf,
-    /// Directory for the job, which all workers can read and write
+    /// Directory for the job, which all workers can read and write, or s3://BUCKET/PREFIX, gs:// or az:// in a build
+    /// with object stores
     #[arg(long, value_name = "STORE")]
     job: PathBuf,
     // Not a doc comment, which would become part of the help.
@@ -62,7 +63,7 @@ struct InitArgs {
 /// The job to list.
 #[derive(Debug, clap::Args)]
 struct ListArgs {
-    /// Directory of the job
+    /// Directory or URL of the job
     store: PathBuf,
     /// Copy of the model to read instead of the model that the job was created for
     #[arg(long, value_name = "MODEL")]
@@ -74,7 +75,7 @@ struct ListArgs {
 
 #[derive(Debug, clap::Args)]
 struct RunArgs {
-    /// Directory of the job
+    /// Directory or URL of the job
     store: PathBuf,
     /// Compute only the unit of this name
     #[arg(long, value_name = "ID", conflicts_with_all = ["shard", "phase"])]
@@ -91,7 +92,8 @@ struct RunArgs {
     /// Memory that a unit may use, such as 8GiB, or `auto` for 80 % of the available memory
     #[arg(long, value_name = "SIZE", default_value = "auto")]
     memory_budget: String,
-    /// Directory for hidden states that do not fit into memory [default: a directory in STORE]
+    /// Directory for hidden states that do not fit into memory, and for copies of results if STORE is a URL [default:
+    /// a directory in STORE, or that of the system for temporary files]
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
     #[allow(missing_docs)]
@@ -102,7 +104,7 @@ struct RunArgs {
 /// The job to merge, and where to write the checkpoint.
 #[derive(Debug, clap::Args)]
 pub struct MergeArgs {
-    /// Directory of the job
+    /// Directory or URL of the job
     store: PathBuf,
     /// Output directory; it is created only when complete and verified
     #[arg(long, short)]
@@ -116,6 +118,9 @@ pub struct MergeArgs {
     /// Continue an interrupted merge
     #[arg(long)]
     pub resume: bool,
+    /// Directory for copies of results if STORE is a URL [default: that of the system for temporary files]
+    #[arg(long, value_name = "DIR")]
+    scratch: Option<PathBuf>,
     #[allow(missing_docs)]
     #[command(flatten)]
     json: JsonOption,
@@ -255,7 +260,8 @@ fn list(args: &ListArgs, session: &Session) -> Result<()> {
 
 fn work(args: &RunArgs, session: &Session) -> Result<()> {
     args.json.check_distinct(&args.store, &[])?;
-    let host = session.host();
+    let mut host = session.host();
+    host.scratch = args.scratch.as_deref();
     let selection = match (&args.unit, args.shard) {
         (Some(id), _) => Selection::Unit(id.clone()),
         (None, Some((index, count))) => Selection::Shard { index, count },
@@ -322,7 +328,8 @@ fn status_text(status: &JobStatus) -> String {
 /// Runs `quant merge`.
 pub fn merge(args: &MergeArgs, session: &Session) -> Result<()> {
     args.json.check()?;
-    let host = session.host();
+    let mut host = session.host();
+    host.scratch = args.scratch.as_deref();
     let job = UnitJob::open_anywhere(&args.store, args.model.as_deref(), &host)?;
     output::outside(&[("json", args.json.json.as_deref())], &[job.model_directory(), &args.output])?;
     let done: Quantized = job.merge(&args.output, (args.force, args.resume), &host)?;

@@ -27,6 +27,12 @@ pub struct Host<'a> {
     pub text_workers: Arc<dyn TextWorkers>,
     /// The file that holds this crate's code, if that is not the executable.
     pub code: Option<&'a Path>,
+    /// The directory for temporary files that need not be next to an output; by default, that of the system.
+    pub scratch: Option<&'a Path>,
+    /// The object store in which [jobs in units](crate::units) are, whatever bucket their URLs name. By default, a job
+    /// opens the bucket in its URL with the credentials and settings in the environment.
+    #[cfg(feature = "store")]
+    pub object_store: Option<&'a Arc<dyn object_store::ObjectStore>>,
     /// Spells settings and commands in the model card. Messages to the calling program keep their marks, see
     /// [`crate::wording`].
     pub wording: &'a dyn Wording,
@@ -108,6 +114,9 @@ impl<'a> Host<'a> {
             catalog,
             text_workers: Arc::new(InProcess),
             code: None,
+            scratch: None,
+            #[cfg(feature = "store")]
+            object_store: None,
             wording: &CommandLine,
         }
     }

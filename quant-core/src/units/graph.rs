@@ -12,6 +12,8 @@ use crate::{Error, Result};
 
 /// Inputs per layer are computed for this many tokens at a time, together with the embeddings.
 const PIECE_TOKENS: usize = 2048;
+/// The header and the description of a result are shorter than this.
+const MAX_DESCRIPTION_BYTES: u64 = 512 << 20;
 
 /// A part of a job that one process computes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -169,30 +171,17 @@ impl Unit {
         matches!(self.work, Work::Forward { .. })
     }
 
+    /// Returns an upper bound of the size of the result, which is far above the predicted size.
+    pub(super) fn max_bytes(&self, plan: &Plan, model: &Model) -> Result<u64> {
+        let (_, output_bytes) = self.bytes(plan, model)?;
+        Ok(output_bytes.saturating_mul(2).saturating_add(MAX_DESCRIPTION_BYTES))
+    }
+
     /// Predicts the cost of the unit on a machine with these rates.
     pub(super) fn cost(&self, plan: &Plan, model: &Model, rates: Rates) -> Result<Cost> {
         let part = self.part(plan)?;
         let parts = std::slice::from_ref(&part);
-        let states = |layer: usize, windows: usize| {
-            (4 * model.architecture().state_width(layer) as u64)
-                .saturating_mul(windows as u64)
-                .saturating_mul(part.sampling.length as u64)
-        };
-        let (input_bytes, output_bytes) = match &self.work {
-            Work::Forward { windows, blocks, .. } => {
-                let before = if blocks.start == 0 { 0 } else { states(blocks.start, windows.len()) };
-                let weights = plan.only_blocks(blocks.clone())?.input_bytes();
-                (weights.saturating_add(before), states(blocks.end, windows.len()))
-            }
-            Work::Blocks(blocks) => {
-                let before = match self.needs.is_empty() {
-                    true => 0,
-                    false => states(blocks.start, part.sampling.samples),
-                };
-                (part.input_bytes().saturating_add(before), part.output_bytes())
-            }
-            Work::Outside => (part.input_bytes(), part.output_bytes()),
-        };
+        let (input_bytes, output_bytes) = self.bytes(plan, model)?;
         let memory_bytes = Plan::peak_memory(parts, model);
         // No run fits into a budget of 0 bytes.
         let smallest = Plan::residence(parts, model, 0, false).err();
@@ -206,6 +195,31 @@ impl Unit {
             smallest_budget_bytes: smallest.unwrap_or(memory_bytes),
             input_bytes,
             output_bytes,
+        })
+    }
+
+    /// Predicts the bytes that the unit reads and writes.
+    fn bytes(&self, plan: &Plan, model: &Model) -> Result<(u64, u64)> {
+        let part = self.part(plan)?;
+        let states = |layer: usize, windows: usize| {
+            (4 * model.architecture().state_width(layer) as u64)
+                .saturating_mul(windows as u64)
+                .saturating_mul(part.sampling.length as u64)
+        };
+        Ok(match &self.work {
+            Work::Forward { windows, blocks, .. } => {
+                let before = if blocks.start == 0 { 0 } else { states(blocks.start, windows.len()) };
+                let weights = plan.only_blocks(blocks.clone())?.input_bytes();
+                (weights.saturating_add(before), states(blocks.end, windows.len()))
+            }
+            Work::Blocks(blocks) => {
+                let before = match self.needs.is_empty() {
+                    true => 0,
+                    false => states(blocks.start, part.sampling.samples),
+                };
+                (part.input_bytes().saturating_add(before), part.output_bytes())
+            }
+            Work::Outside => (part.input_bytes(), part.output_bytes()),
         })
     }
 }

@@ -8,17 +8,14 @@ use serde_json::Value;
 
 use super::graph::{self, Cost, Unit};
 use super::record::{JobRecord, SCHEMA, changed, companions, normalized, tensors_sha256};
-use super::store::{INPUT_DIGITS, Publication, Store, damaged};
+use super::store::{MAX_INPUT_BYTES, Publication, RECORD, Store, check_location, damaged, is_url};
 use super::windows;
 use crate::calibrate::{TextTokenizer, TokenWindows};
 use crate::checkpoint::{read_capped, refuse_overlap};
-use crate::digest::sha256_hex;
 use crate::pipeline::{self, Job};
 use crate::recipe::{Extensions, Plan, Rates};
 use crate::run::{self, Host, Opened, RecipeSettings, SettingFile, Text, open_with, prepared};
 use crate::{CancelToken, Error, Observer, Result};
-
-const MAX_INPUT_BYTES: u64 = 1 << 30;
 
 /// A job to be created.
 #[derive(Debug, Clone, Default)]
@@ -50,12 +47,14 @@ pub struct Initialized {
     pub job: String,
 }
 
-/// Creates a job in a directory. If the directory holds the same job already, nothing changes.
+/// Creates a job in a directory, or at the URL of an object store (`s3://BUCKET/PREFIX`, `gs://…`, `az://…`), which
+/// needs the feature `store`. If it holds the same job already, nothing changes.
 ///
 /// # Errors
 /// [`Error::Usage`] for invalid requests, and if the directory holds anything but this job; [`Error::Unavailable`] if
 /// the job was created on a different type of machine; errors of the model, the text and the files.
 pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<Initialized> {
+    check_location(directory)?;
     let settings = &request.settings;
     if settings.writes_gguf()? {
         return Err(Error::usage("jobs in units do not write GGUF files", "run ‹quantize()›"));
@@ -81,7 +80,9 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     }
     let opened = prepared(open_with(&request.model, &request.extensions, host)?, &recipe, settings, host)?;
     TextTokenizer::check(&opened.directory)?;
-    refuse_overlap(opened.directory.path(), directory)?;
+    if !is_url(directory) {
+        refuse_overlap(opened.directory.path(), directory)?;
+    }
     let mut plans = settings.plans(&opened.model, &recipe)?;
     let Some(plan) = plans.pop() else { return Err(Error::Internal("no plan was made".into())) };
     if let (Some(text), false) = (&request.calibration, plan.needs_text()) {
@@ -110,13 +111,13 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     }
     host.cancel.check()?;
 
-    let store = Store::create(directory)?;
+    let store = Store::create(directory, host)?;
     let mut stored = settings.clone();
     for SettingFile { setting, path, extension } in stored.files_mut() {
         *path = copied(&store, path.as_deref(), &setting.replace('_', "-"), extension)?;
     }
     let tokens = match &windows {
-        Some(windows) => Some(kept(&store, &windows::to_bytes(windows)?, "windows", "safetensors")?),
+        Some(windows) => Some(store.publish_input(&windows::to_bytes(windows)?, "windows", "safetensors")?),
         None => None,
     };
     let record = JobRecord {
@@ -130,9 +131,9 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
         tensors_sha256: tensors_sha256(&plan),
         companions: companions(&opened.directory, host.cancel)?,
     };
-    let created = store.publish_bytes(&store.record(), &record.to_bytes()?)?;
+    let created = store.files.publish_bytes(RECORD, &record.to_bytes()?)?;
     if created == Publication::Different {
-        let existing = JobRecord::read(&store.record())?;
+        let existing = JobRecord::read(&store)?;
         existing.check(directory, &record.run, &record.tensors_sha256)?;
         if existing.digest() != record.digest() {
             return Err(Error::usage(
@@ -161,20 +162,7 @@ fn copied(store: &Store, path: Option<&Path>, kind: &str, extension: &str) -> Re
     let Some(path) = path else { return Ok(None) };
     let real = path.canonicalize().map_err(|e| Error::io("read", path, e))?;
     let bytes = read_capped(&real, path, MAX_INPUT_BYTES)?.map_err(|reason| damaged(path, reason))?;
-    Ok(Some(PathBuf::from(kept(store, &bytes, kind, extension)?)))
-}
-
-/// Writes an input under a name that has the hash of its contents. A damaged file of this name is renamed.
-fn kept(store: &Store, bytes: &[u8], kind: &str, extension: &str) -> Result<String> {
-    let name = format!("{kind}-{}.{extension}", &sha256_hex(bytes)[..INPUT_DIGITS]);
-    let path = store.input(&name)?;
-    for _ in 0..2 {
-        match store.publish_bytes(&path, bytes)? {
-            Publication::Different => drop(store.set_aside(&path)?),
-            Publication::Created | Publication::Same => return Ok(name),
-        }
-    }
-    Err(damaged(&path, "does not have the contents of its name".into()))
+    Ok(Some(PathBuf::from(store.publish_input(&bytes, kind, extension)?)))
 }
 
 fn absolute(model: &Path, opened: &Opened) -> Result<PathBuf> {
@@ -217,13 +205,14 @@ pub struct UnitJob {
 }
 
 impl UnitJob {
-    /// Opens a job. `model` is a copy of the job's model; without it, the model is read where it was when the job was
-    /// created.
+    /// Opens a job in a directory, or at the URL of an object store. `model` is a copy of the job's model; without it, the
+    /// model is read where it was when the job was created.
     ///
     /// # Errors
     /// [`Error::Usage`] if the directory holds no job, or the program, the model or the settings differ from those of
     /// the job; [`Error::Unavailable`] if this machine has a different instruction set or processor;
-    /// [`Error::InputFile`] if the store is damaged; errors of the model.
+    /// [`Error::InputFile`] if the store is damaged; [`Error::Unavailable`] also if the object store is; errors of the
+    /// model.
     pub fn open(directory: &Path, model: Option<&Path>, host: &Host<'_>) -> Result<Self> {
         Self::open_with(directory, model, &Extensions::default(), host)
     }
@@ -256,8 +245,8 @@ impl UnitJob {
         computes: bool,
         host: &Host<'_>,
     ) -> Result<Self> {
-        let store = Store::open(directory)?;
-        let record = JobRecord::read(&store.record())?;
+        let store = Store::open(directory, host)?;
+        let record = JobRecord::read(&store)?;
         let mut settings = record.settings.clone();
         for path in settings.files_mut().into_iter().filter_map(|file| file.path.as_mut()) {
             *path = store.intact_input(&path.to_string_lossy(), host.cancel)?;
@@ -267,11 +256,11 @@ impl UnitJob {
         let opened = prepared(opened, &recipe, &settings, host)?;
         let mut plans = settings.plans(&opened.model, &recipe)?;
         let plan = plans.pop().filter(|_| plans.is_empty());
-        let plan = plan.ok_or_else(|| damaged(&store.record(), "does not name one format".into()))?;
+        let plan = plan.ok_or_else(|| damaged(&store.shown(RECORD), "does not name one format".into()))?;
         let windows = match (&record.windows, plan.needs_text()) {
             (Some(name), true) => Some(windows::read(&store.intact_input(name, host.cancel)?)?),
             (None, false) => None,
-            _ => return Err(damaged(&store.record(), "has the wrong inputs".into())),
+            _ => return Err(damaged(&store.shown(RECORD), "has the wrong inputs".into())),
         };
         if let Some(largest) = windows.as_ref().and_then(|w| w.tokens().iter().max()) {
             opened.model.check_token(*largest)?;
@@ -297,9 +286,9 @@ impl UnitJob {
         self.opened.directory.path()
     }
 
-    /// The directory of the job.
+    /// The directory of the job, or its URL in an object store.
     pub fn directory(&self) -> &Path {
-        self.store.path()
+        self.store.location()
     }
 
     /// The digest of what the job depends on.
@@ -323,7 +312,7 @@ impl UnitJob {
     pub fn unit(&self, id: &str) -> Result<&Unit> {
         self.units.iter().find(|unit| unit.id == id).ok_or_else(|| {
             Error::usage(
-                format!("{} has no unit `{id}`", self.store.path().display()),
+                format!("{} has no unit `{id}`", self.store.location().display()),
                 "‹job_units(STORE)› lists the units",
             )
         })

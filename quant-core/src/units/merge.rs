@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use super::job::{UnitJob, job};
 use super::record::{changed, companions};
-use super::store::is_regular;
 use super::unit_file::UnitFile;
+use super::work::key;
 use crate::calibrate::Residence;
 use crate::checkpoint::{CheckpointWriter, TensorSink, refuse_overlap};
 use crate::run::{Host, Quantized, StepTimes, is_gguf_name, write_filled};
@@ -43,7 +43,9 @@ impl UnitJob {
             ));
         }
         refuse_overlap(self.opened.directory.path(), output)?;
-        refuse_overlap(self.directory(), output)?;
+        if let Some(directory) = self.store.files.directory() {
+            refuse_overlap(directory, output)?;
+        }
         self.require_all()?;
         self.require_companions(&host)?;
         self.remove_abandoned(&host);
@@ -123,15 +125,16 @@ impl UnitJob {
                 let identity = self.identity(unit)?;
                 let identity =
                     identity.ok_or_else(|| Error::Internal(format!("`{}` has no inputs", unit.id)))?;
-                let path = self.path(&identity);
-                is_regular(&path)?;
-                let copied = UnitFile::open(&path, part.outputs(), &identity).and_then(|file| {
+                // Something else of this name is not set aside.
+                self.store.files.exists(&key(&identity))?;
+                let copied = self.existing_result(unit, &identity, host).and_then(|path| {
+                    let file = UnitFile::open(&path, part.outputs(), &identity)?;
                     file.read(host.cancel, &mut |name, at, bytes| writer.write(name, at, bytes))?;
                     file.reports().try_for_each(|(tensor, report)| writer.remember(tensor, report))
                 });
                 match copied {
                     Err(error) if error.category() == Category::Input => {
-                        self.set_aside(unit, &path, &error, host)?;
+                        self.set_aside(unit, &identity, &error, host)?;
                         return Err(Error::Unavailable {
                             what: format!("the result of `{}`", unit.id),
                             reason: error.to_string(),

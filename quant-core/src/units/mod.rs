@@ -1,4 +1,5 @@
-//! Jobs in units: one model is quantized by any number of processes that share a directory, in any order.
+//! Jobs in units: one model is quantized by any number of processes that share a directory or a place in an object
+//! store, in any order.
 //!
 //! ```text
 //! init ─► STORE/job.json ─► units ─► STORE/units/*.safetensors ─► merge ─► OUT
@@ -17,7 +18,7 @@
 //! | `record` | what a job depends on, as `job.json` |
 //! | `windows` | the calibration tokens as a file, so that workers need neither text nor tokenizer |
 //! | `graph` | the units of a plan, what each needs, and its predicted time, memory and bytes |
-//! | `store` | the files of a job, and how they appear |
+//! | `store` | the files of a job, in a directory or an object store, and how they appear |
 //! | `temporary` | directories for files that are being written, and the removal of those of killed workers |
 //! | `unit_file` | the file of a unit that writes tensors: a sink for the pipeline, and its reader |
 //! | `job` | a job as a worker opens it: model, plan and tokens, compared with the record |

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::store::{damaged, is_regular};
+use super::store::{RECORD, Store, damaged};
 use crate::checkpoint::{
     ModelDirectory, Sidecar, differences, file_sha256, parse_strictly, printable, read_capped,
 };
@@ -45,9 +45,10 @@ pub(super) struct JobRecord {
 }
 
 impl JobRecord {
-    pub(super) fn read(path: &Path) -> Result<Self> {
-        is_regular(path)?;
-        let bytes = read_capped(path, path, MAX_BYTES)?.map_err(|reason| damaged(path, reason))?;
+    pub(super) fn read(store: &Store) -> Result<Self> {
+        let path = &store.shown(RECORD);
+        let bytes = read_capped(&store.record(MAX_BYTES)?, path, MAX_BYTES)?;
+        let bytes = bytes.map_err(|reason| damaged(path, reason))?;
         let value = parse_strictly(&bytes).map_err(|reason| damaged(path, reason))?;
         match value["schema"].as_str() {
             Some(SCHEMA) => {}

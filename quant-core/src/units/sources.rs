@@ -1,18 +1,18 @@
 //! Whether all units of a job read the same model.
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use sha2::{Digest, Sha256};
 
 use super::graph::{Unit, Work};
 use super::job::UnitJob;
-use super::store::is_regular;
 use super::unit_file::{Identity, UnitFile};
+use super::work::key;
 use crate::checkpoint::{TensorInfo, TensorSink};
 use crate::digest::hex;
 use crate::pipeline::sources_of;
-use crate::{Error, Result};
+use crate::{Category, Error, Result};
 
 const PIECE: u64 = 4 << 20;
 
@@ -26,9 +26,12 @@ impl UnitJob {
         let own = self.sources(unit, file, identity)?;
         for other in others {
             let Some(identity) = self.identity(other)? else { continue };
-            let path = self.path(&identity);
             // A damaged result is set aside by the worker of that unit.
-            let Ok(true) = is_regular(&path) else { continue };
+            let path = match self.store.files.outline(&key(&identity)) {
+                Ok(Some(path)) => path,
+                Err(error) if error.category() != Category::Input => return Err(error),
+                Ok(None) | Err(_) => continue,
+            };
             let Ok(sources) = self.sources(other, &path, &identity) else { continue };
             let differs =
                 |(stored, sha256): &(&String, &String)| own.get(*stored).is_some_and(|own| own != *sha256);
@@ -42,7 +45,7 @@ impl UnitJob {
                     format!(
                         "give all workers the same model; if the other worker had the wrong one, remove {} and run \
                         the job again",
-                        path.display()
+                        self.store.shown(&key(&identity)).display()
                     ),
                 ));
             }
@@ -78,7 +81,9 @@ impl UnitJob {
         let mut known: HashMap<String, Option<String>> = HashMap::new();
         for unit in self.units().iter().filter(|unit| unit.is_forward()) {
             let Some(identity) = self.identity(unit)? else { continue };
-            for (stored, sha256) in sources_of(&self.path(&identity))? {
+            let path = self.store.files.outline(&key(&identity))?;
+            let path = path.ok_or_else(|| self.gone(unit))?;
+            for (stored, sha256) in sources_of(&path)? {
                 let expected = known.entry(stored.clone()).or_insert_with(|| reported(&stored));
                 if expected.as_ref().is_none_or(|expected| *expected == sha256) {
                     continue;
@@ -97,7 +102,7 @@ impl UnitJob {
 
     /// The error for a unit that has read a tensor which differs from that in the model.
     pub(super) fn read_another(&self, unit: &Unit, tensor: &str) -> Result<Error> {
-        let path: Option<PathBuf> = self.identity(unit)?.map(|identity| self.path(&identity));
+        let path = self.identity(unit)?.map(|identity| self.store.shown(&key(&identity)));
         let path = path.unwrap_or_default();
         Ok(Error::usage(
             format!(

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use serde::Serialize;
 
 use super::job::UnitJob;
-use super::store::is_regular;
+use super::store::UNITS;
 use super::work::file_name;
+use crate::Result;
 use crate::checkpoint::printable;
-use crate::{Error, Result};
 
 /// The state of a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -59,13 +59,14 @@ impl UnitJob {
     /// Returns the state of every unit. Contents of results are not checked.
     ///
     /// # Errors
-    /// [`Error::InputFile`] if something else has the name of a result; [`Error::Io`].
+    /// [`Error::InputFile`] if something else has the name of a result; [`Error::Io`]; [`Error::Unavailable`].
     pub fn status(&self) -> Result<JobStatus> {
+        let listed: BTreeSet<String> = self.store.files.list(UNITS)?.into_iter().collect();
         let (mut units, mut names) = (Vec::new(), BTreeSet::new());
         for unit in self.units() {
             let identity = self.identity(unit)?;
             let file = match &identity {
-                Some(identity) if is_regular(&self.path(identity))? => Some(file_name(identity)),
+                Some(identity) if self.exists(identity, &listed)? => Some(file_name(identity)),
                 _ => None,
             };
             names.extend(file.clone());
@@ -76,21 +77,8 @@ impl UnitJob {
             };
             units.push(UnitStatus { unit: unit.id.clone(), state, file });
         }
-        let listed = |directory: &std::path::Path| -> Result<Vec<String>> {
-            let entries = match std::fs::read_dir(directory) {
-                Ok(entries) => entries,
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-                Err(e) => return Err(Error::io("list", directory, e)),
-            };
-            let name = |entry: std::io::Result<std::fs::DirEntry>| {
-                let entry = entry.map_err(|e| Error::io("list", directory, e))?;
-                Ok(entry.file_name().to_string_lossy().into_owned())
-            };
-            entries.map(name).collect()
-        };
-        let others = listed(&self.store.units())?.into_iter().filter(|name| !names.contains(name));
-        let mut other_files: Vec<String> = others.map(|name| printable(&name)).collect();
-        other_files.sort_unstable();
+        let others = listed.iter().filter(|name| !names.contains(*name));
+        let other_files: Vec<String> = others.map(|name| printable(name)).collect();
         Ok(JobStatus {
             schema: "quant-job-status/1",
             job: self.digest().to_owned(),
@@ -98,7 +86,7 @@ impl UnitJob {
             done: units.iter().filter(|unit| unit.state == State::Done).count(),
             units,
             other_files,
-            temporary_files: listed(&self.store.temporary())?.len(),
+            temporary_files: self.store.files.temporary_files()?,
         })
     }
 }

@@ -40,11 +40,15 @@ impl Temporary {
     }
 }
 
-/// Returns the number of removed directories. A directory that cannot be examined or removed stays.
-pub(super) fn remove_abandoned(parent: &Path) -> usize {
+/// Removes abandoned directories whose names have this prefix, and returns their number. A directory that cannot be
+/// examined or removed stays.
+pub(super) fn remove_abandoned(parent: &Path, prefix: &str) -> usize {
     let own = system::boot_id().map(|id| format!(".{id}-"));
     let is_abandoned = |entry: &DirEntry| {
         let name = entry.file_name();
+        if !name.to_string_lossy().starts_with(prefix) {
+            return false;
+        }
         let is_own = own.as_ref().is_some_and(|own| name.to_string_lossy().contains(own));
         let least = match (Lock::of(&entry.path().join(LOCK)), is_own) {
             (Lock::Held, _) => return false,
@@ -121,13 +125,15 @@ mod tests {
         let long_ago = of_others("blocks-1.0123456789abcdef-x", week);
         let written_to = of_others("blocks-2.0123456789abcdef-x", week);
         std::fs::write(written_to.join("unit.safetensors"), "y").unwrap();
-        assert_eq!(remove_abandoned(parent.path()), 2);
+        assert_eq!(remove_abandoned(parent.path(), "other"), 0);
+        assert_eq!(remove_abandoned(parent.path(), "blocks-1"), 1);
+        assert_eq!(remove_abandoned(parent.path(), ""), 1);
         assert!(!killed.exists() && !long_ago.exists());
         for path in [running.path(), &fresh, &elsewhere, &written_to] {
             assert!(path.exists(), "{}", path.display());
         }
-        assert_eq!(remove_abandoned(parent.path()), 0);
-        assert_eq!(remove_abandoned(&parent.path().join("missing")), 0);
+        assert_eq!(remove_abandoned(parent.path(), ""), 0);
+        assert_eq!(remove_abandoned(&parent.path().join("missing"), ""), 0);
         let path = running.path().to_owned();
         drop(running);
         assert!(!path.exists());

@@ -1,6 +1,6 @@
 //! Computing units.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -8,8 +8,7 @@ use serde_json::{Value, json};
 
 use super::graph::{Unit, Work};
 use super::job::{UnitJob, job};
-use super::store::{Publication, is_regular};
-use super::temporary::remove_abandoned;
+use super::store::{LOG, LocalFile, Publication, UNITS};
 use super::unit_file::{Identity, UnitFile, UnitSink, stored_digest};
 use crate::calibrate::{Residence, Spill, TokenWindows};
 use crate::checkpoint::MemorySink;
@@ -54,7 +53,8 @@ pub struct WorkOptions {
     pub phase: Option<Phase>,
     /// The memory that a unit may use. If it is predicted to need more, hidden states are kept in files.
     pub memory_budget: MemoryBudget,
-    /// The directory for these files; a directory of the job by default.
+    /// The directory for these files; by default, a directory of the job, or [`Host::scratch`] if the job is in an object
+    /// store.
     pub scratch: Option<PathBuf>,
 }
 
@@ -189,8 +189,37 @@ impl UnitJob {
         Ok(Some(Identity { unit: unit.id.clone(), job: self.digest.clone(), key }))
     }
 
-    pub(super) fn path(&self, identity: &Identity) -> PathBuf {
-        self.store.units().join(file_name(identity))
+    /// Returns whether a result is among the `listed` names.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] if something else has its name.
+    pub(super) fn exists(&self, identity: &Identity, listed: &BTreeSet<String>) -> Result<bool> {
+        Ok(listed.contains(&file_name(identity)) && self.store.files.exists(&key(identity))?)
+    }
+
+    /// Returns a local copy of a result; `None` if it does not exist.
+    fn result(&self, unit: &Unit, identity: &Identity, host: &Host<'_>) -> Result<Option<LocalFile>> {
+        let max_bytes = unit.max_bytes(&self.plan, &self.opened.model)?;
+        self.store.files.result(&key(identity), max_bytes, host.cancel)
+    }
+
+    /// Returns a local copy of a result that existed a moment ago.
+    pub(super) fn existing_result(
+        &self,
+        unit: &Unit,
+        identity: &Identity,
+        host: &Host<'_>,
+    ) -> Result<LocalFile> {
+        self.result(unit, identity, host)?.ok_or_else(|| self.gone(unit))
+    }
+
+    /// The error for a result that was removed.
+    pub(super) fn gone(&self, unit: &Unit) -> Error {
+        Error::Unavailable {
+            what: format!("the result of `{}`", unit.id),
+            reason: "it existed, and was removed".into(),
+            remedy: "run the job again".into(),
+        }
     }
 
     /// `None` if no readable result exists.
@@ -200,11 +229,17 @@ impl UnitJob {
             return Ok(Some(digest.clone()));
         }
         let Some(identity) = self.identity(unit)? else { return Ok(None) };
-        let path = self.path(&identity);
-        if !is_regular(&path)? {
-            return Ok(None);
-        }
-        match stored_digest(&path) {
+        let key = key(&identity);
+        let outline = match self.store.files.outline(&key) {
+            Err(error) if error.category() == Category::Input => {
+                // Something else of this name is an error.
+                self.store.files.exists(&key)?;
+                return Ok(None);
+            }
+            other => other?,
+        };
+        let Some(outline) = outline else { return Ok(None) };
+        match stored_digest(&outline) {
             Ok(digest) => {
                 known().insert(unit.id.clone(), digest.clone());
                 Ok(Some(digest))
@@ -223,15 +258,14 @@ impl UnitJob {
         let Some(identity) = self.identity(unit)? else {
             return Err(Error::Internal(format!("`{}` runs too early", unit.id)));
         };
-        let target = self.path(&identity);
+        let target = key(&identity);
         let done = |computed: bool| {
             let seconds = started.elapsed().as_secs_f64();
             UnitDone { id: unit.id.clone(), computed, seconds }
         };
-        if is_regular(&target)? && self.is_intact(unit, &identity, &target, host)? {
+        if self.store.files.exists(&target)? && self.is_intact(unit, &identity, host)? {
             return Ok(done(false));
         }
-        // A result gets its name by a hard link, which cannot lead to another file system.
         let directory = self.store.temporary_directory(&unit.id.replace('/', "-"))?;
         let file = directory.path().join("unit.safetensors");
         match self.compute(unit, &identity, (&file, options), host) {
@@ -243,12 +277,13 @@ impl UnitJob {
         }
         host.cancel.check()?;
         self.compare_with_others(unit, &file, &identity)?;
-        let mut published = self.store.publish(&file, &target)?;
-        if published == Publication::Different && !self.is_intact(unit, &identity, &target, host)? {
-            published = self.store.publish(&file, &target)?;
+        let publish = |key: &str| self.store.files.publish(&file, key, host.cancel);
+        let mut published = publish(&target)?;
+        if published == Publication::Different && !self.is_intact(unit, &identity, host)? {
+            published = publish(&target)?;
         }
         if published == Publication::Different {
-            return Err(self.conflict(&identity, &file, &target)?);
+            return Err(self.conflict(&identity, &publish)?);
         }
         let done = done(true);
         self.log(&identity, &done, published)?;
@@ -270,17 +305,20 @@ impl UnitJob {
         if let Some(note) = note {
             host.note(note);
         }
-        let scratch = options.scratch.clone().unwrap_or_else(|| self.store.temporary());
+        let scratch = options.scratch.as_deref().unwrap_or(self.store.files.scratch().0);
         let spill = match residence {
             Residence::Memory => None,
             Residence::Files { round_bytes, experts_apart } => {
-                Some(Spill::new(scratch, round_bytes).with_experts_apart(experts_apart))
+                Some(Spill::new(scratch.to_owned(), round_bytes).with_experts_apart(experts_apart))
             }
         };
         let needs = unit.needs.iter().map(|id| self.identity(self.unit(id)?));
         let needs = needs.collect::<Result<Option<Vec<_>>>>()?.unwrap_or_default();
+        let units = unit.needs.iter().map(|id| self.unit(id));
+        let before = units.zip(&needs).map(|(unit, identity)| self.existing_result(unit?, identity, host));
+        let before = before.collect::<Result<Vec<_>>>()?;
         let states = StateFiles {
-            before: needs.iter().map(|identity| self.path(identity)).collect(),
+            before: before.iter().map(|file| file.to_path_buf()).collect(),
             after: unit.is_forward().then(|| file.to_owned()),
             depends_on: self.depends_on(),
             spill,
@@ -309,7 +347,7 @@ impl UnitJob {
     }
 
     pub(super) fn remove_abandoned(&self, host: &Host<'_>) {
-        match remove_abandoned(&self.store.temporary()) {
+        match self.store.remove_abandoned() {
             0 => {}
             removed => host.note(format!("removed the temporary files of {removed} killed worker(s)")),
         }
@@ -324,8 +362,7 @@ impl UnitJob {
         for id in &unit.needs {
             let need = self.unit(id)?;
             let Some(identity) = self.identity(need)? else { continue };
-            let path = self.path(&identity);
-            if is_regular(&path)? && !self.is_intact(need, &identity, &path, host)? {
+            if self.store.files.exists(&key(&identity))? && !self.is_intact(need, &identity, host)? {
                 damaged.push(id.clone());
             }
         }
@@ -340,51 +377,54 @@ impl UnitJob {
     }
 
     /// Returns whether a result is intact. A damaged one is set aside, with a warning.
-    pub(super) fn is_intact(
-        &self,
-        unit: &Unit,
-        identity: &Identity,
-        path: &Path,
-        host: &Host<'_>,
-    ) -> Result<bool> {
-        let checked = match unit.is_forward() {
-            true => {
-                let (part, shard) = (unit.part(&self.plan)?, self.windows_of(unit));
-                let job = job(&self.opened, &part, shard.as_ref(), (host.observer, host.cancel));
-                pipeline::check_states(path, &job, part.blocks().end, &self.depends_on())
-            }
-            false => UnitFile::open(path, unit.tensors(&self.plan)?, identity)
-                .and_then(|file| file.read(host.cancel, &mut |_, _, _| Ok(())).map(drop)),
-        };
+    fn is_intact(&self, unit: &Unit, identity: &Identity, host: &Host<'_>) -> Result<bool> {
+        let checked = self.result(unit, identity, host).and_then(|path| match path {
+            Some(path) => self.check(unit, identity, &path, host).map(|()| true),
+            None => Ok(false),
+        });
         match checked {
-            Ok(()) => Ok(true),
             Err(error) if error.category() == Category::Input => {
-                self.set_aside(unit, path, &error, host)?;
+                self.set_aside(unit, identity, &error, host)?;
                 Ok(false)
             }
-            Err(error) => Err(error),
+            other => other,
         }
     }
 
-    pub(super) fn set_aside(&self, unit: &Unit, path: &Path, error: &Error, host: &Host<'_>) -> Result<()> {
-        let aside = self.store.set_aside(path)?;
+    /// Fails if a result is damaged.
+    fn check(&self, unit: &Unit, identity: &Identity, path: &Path, host: &Host<'_>) -> Result<()> {
+        if unit.is_forward() {
+            let (part, shard) = (unit.part(&self.plan)?, self.windows_of(unit));
+            let job = job(&self.opened, &part, shard.as_ref(), (host.observer, host.cancel));
+            return pipeline::check_states(path, &job, part.blocks().end, &self.depends_on());
+        }
+        let file = UnitFile::open(path, unit.tensors(&self.plan)?, identity)?;
+        file.read(host.cancel, &mut |_, _, _| Ok(())).map(drop)
+    }
+
+    pub(super) fn set_aside(
+        &self,
+        unit: &Unit,
+        identity: &Identity,
+        error: &Error,
+        host: &Host<'_>,
+    ) -> Result<()> {
+        let aside = self.store.files.set_aside(&key(identity))?;
         self.forget(unit);
         if let Some(aside) = aside {
-            let aside = aside.file_name().unwrap_or_default().to_string_lossy();
             host.warn(format!("{error}; it was renamed to {aside}"));
         }
         Ok(())
     }
 
     /// Keeps the result that differs from the published one, and returns the error.
-    fn conflict(&self, identity: &Identity, file: &Path, target: &Path) -> Result<Error> {
+    fn conflict(&self, identity: &Identity, publish: &dyn Fn(&str) -> Result<Publication>) -> Result<Error> {
         let own = format!("{}.other-{}-{}", file_name(identity), system::host_name(), std::process::id());
-        let kept = target.with_file_name(&own);
-        std::fs::hard_link(file, &kept).map_err(|e| Error::io("create", &kept, e))?;
+        publish(&format!("{UNITS}/{own}"))?;
         let others = self.computed_by(identity);
         let others = if others.is_empty() { "an unknown machine".to_owned() } else { others.join(", ") };
         Ok(Error::InputFile {
-            path: target.to_owned(),
+            path: self.store.shown(&key(identity)),
             line: None,
             reason: format!(
                 "was computed by {others}, and differs from the result of {} in {own}: one of the machines \
@@ -401,9 +441,9 @@ impl UnitJob {
     /// The machines that computed a result, according to the log.
     fn computed_by(&self, identity: &Identity) -> Vec<String> {
         let stem = stem(identity);
-        let entries = std::fs::read_dir(self.store.log()).into_iter().flatten().flatten();
-        let names = entries.filter_map(|e| e.file_name().into_string().ok());
+        let names = self.store.files.list(LOG).unwrap_or_default();
         let mut hosts: Vec<String> = names
+            .iter()
             .filter_map(|name| {
                 let (host, _) = name.strip_prefix(&stem)?.strip_prefix('.')?.rsplit_once('-')?;
                 Some(host.to_owned())
@@ -425,14 +465,19 @@ impl UnitJob {
             "seconds": done.seconds,
             "published": published == Publication::Created,
         });
-        let path = self.store.log().join(format!("{}.{host}-{process}.json", stem(identity)));
+        let key = format!("{LOG}/{}.{host}-{process}.json", stem(identity));
         // An earlier process may have had the same number and written a different entry, which is kept.
-        self.store.publish_bytes(&path, format!("{entry:#}\n").as_bytes()).map(drop)
+        self.store.files.publish_bytes(&key, format!("{entry:#}\n").as_bytes()).map(drop)
     }
 }
 
 fn stem(identity: &Identity) -> String {
     format!("{}.{}", identity.unit.replace('/', "-"), &identity.key[..KEY_DIGITS])
+}
+
+/// The key of a result.
+pub(super) fn key(identity: &Identity) -> String {
+    format!("{UNITS}/{}", file_name(identity))
 }
 
 pub(super) fn file_name(identity: &Identity) -> String {
