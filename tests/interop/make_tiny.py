@@ -222,6 +222,8 @@ FAMILIES = {
     "gemma2": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gemma2-uncapped": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": None,
                                 "final_logit_softcapping": None, "attention_bias": True},
+    # √96, the factor of the embeddings, is rounded to 9.8125.
+    "gemma2-bf16": GEMMA | {"model_type": "gemma2"},
     "gemma3": GEMMA | {"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_parameters": {
         FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
         SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
@@ -273,8 +275,9 @@ FAMILIES = {
     "cohere2": LAYERS | {"model_type": "cohere2", "logit_scale": 0.25, "tie_word_embeddings": False},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": WINDOW},
     "qwen3_5": HYBRID | {"model_type": "qwen3_5_text", "attention_bias": True},
+    # The norm after a delta net hides factors of the net's output, except from a large epsilon.
     "qwen3_5-interval": HYBRID | {"model_type": "qwen3_5_text", "full_attention_interval": 2, "layer_types": None,
-                                  "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+                                  "linear_conv_kernel_dim": 3, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
     "qwen3_next": HYBRID | {"model_type": "qwen3_next", "mlp_only_layers": [0, 1, 2, 3], "num_experts": 4},
     # The first block has an MLP. Experts are stored singly, as published.
     "qwen3_next-experts": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "mlp_only_layers": [0], "norm_topk_prob": True},
@@ -794,6 +797,8 @@ def main():
         model.to(torch.bfloat16).save_pretrained(arguments.out, max_shard_size="400KB")
     elif arguments.variant == "opt-bare":
         save_without_head(model, arguments.out)
+    elif arguments.variant == "gemma2-bf16":
+        model.to(torch.bfloat16).save_pretrained(arguments.out)
     else:
         model.save_pretrained(arguments.out)
     if arguments.variant in ("gpt_oss-mxfp4", "gpt_oss-codes"):
