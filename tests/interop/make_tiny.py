@@ -446,6 +446,11 @@ ENGINES = {
     "glm4-128": {"model_type": "glm4", "head_dim": 32, "pad_token_id": 0} | rope(
         partial_rotary_factor=0.5, rope_type="default"),
     "phi3-128": {"model_type": "phi3", "pad_token_id": 0},
+    # The check's windows are longer than the original length.
+    "qwen3-yarn-128": {"model_type": "qwen3", "head_dim": 64} | rope(**yarn(original_max_position_embeddings=128)),
+    "phi3-longrope-128": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 128} | rope(
+        rope_type="longrope", short_factor=[1.0 + 0.1 * i for i in range(16)],
+        long_factor=[1.5 + 0.7 * i for i in range(16)]),
     "phi-128": {"model_type": "phi"},
     "cohere-128-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
     "cohere2-128": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 48, "logit_scale": 0.25},

@@ -69,7 +69,7 @@ fn names_and_fields_find_the_nearest_family() {
         (
             dense("LlamaBitForCausalLM", &json!({})),
             "LlamaForCausalLM",
-            &["its configuration shows no difference"],
+            &["; differences:\n  none in its configuration, but its class may"],
         ),
         (
             dense("Qwen3BitForCausalLM", &json!({ "hidden_act": "gelu" })),
@@ -151,9 +151,27 @@ fn published(model: &str) -> Value {
             "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
             "use_sliding_window": false,
         }),
+        "mixtral" => json!({
+            "num_experts_per_tok": 2, "num_local_experts": 8, "output_router_logits": false, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "router_aux_loss_coef": 0.02, "sliding_window": null, "tie_word_embeddings": false,
+        }),
+        "gemma2" => json!({
+            "attention_bias": false, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16, "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0, "sliding_window": 4096,
+        }),
         "cohere" => json!({
             "attention_bias": false, "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "pretraining_tp": 1,
             "rope_theta": 8e6, "use_qk_norm": false,
+        }),
+        "deepseek_v3" => json!({
+            "attention_bias": false, "first_k_dense_replace": 1, "kv_lora_rank": 32, "moe_intermediate_size": 32,
+            "moe_layer_freq": 1, "n_group": 2, "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": true,
+            "num_experts_per_tok": 2, "num_key_value_heads": 4, "num_nextn_predict_layers": 1, "q_lora_rank": 32,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+            "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": false, "topk_group": 1,
+            "topk_method": "noaux_tc", "v_head_dim": 16,
         }),
         other => panic!("{other}"),
     };
@@ -171,9 +189,21 @@ fn renamed(model: &str) -> Value {
 }
 
 #[test]
-fn a_configuration_of_llama_is_recognized_by_its_fields() {
-    let (nearest, message) = of(&renamed("llama"));
-    assert_eq!(nearest, Some("LlamaForCausalLM"), "{message}");
+fn configurations_of_known_families_are_recognized_by_their_fields() {
+    for (model, near) in [
+        ("llama", "LlamaForCausalLM"),
+        ("mistral", "MistralForCausalLM"),
+        ("qwen2", "Qwen2ForCausalLM"),
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("mixtral", "MixtralForCausalLM"),
+        ("gemma2", "Gemma2ForCausalLM"),
+        ("cohere", "CohereForCausalLM"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    ] {
+        let (nearest, message) = of(&renamed(model));
+        assert_eq!(nearest, Some(near), "{model}: {message}");
+    }
 }
 
 /// The names of two blocks with these modules, and of a vision tower.
@@ -191,6 +221,54 @@ fn blocks(prefix: &str, modules: &[&str]) -> Vec<String> {
 const ATTENTION: [&str; 4] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"];
 const MLP: [&str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
 const NORMS: [&str; 2] = ["input_layernorm", "post_attention_layernorm"];
+
+/// A key under an older name, beside the newer one that hides it, is no difference.
+#[test]
+fn older_keys_beside_newer_ones_are_no_difference() {
+    let mut both = renamed("llama");
+    both["rope_parameters"] = json!({ "rope_theta": 500_000.0, "rope_type": "default" });
+    let (nearest, message) = of(&both);
+    assert_eq!(nearest, Some("LlamaForCausalLM"), "{message}");
+    assert!(!message.contains("rope_theta"), "{message}");
+}
+
+#[test]
+fn names_of_tensors_are_listed_as_differences() {
+    let plain = renamed("llama");
+    let known = [&ATTENTION[..], &MLP, &NORMS].concat();
+    let names = |parts: &[&str]| blocks("model.", parts);
+    let (nearest, message) = with_tensors(&plain, &names(&known));
+    assert_eq!(nearest, Some("LlamaForCausalLM"), "{message}");
+    assert!(message.contains("none in its configuration or in the names of its tensors"), "{message}");
+    let mut others = known.clone();
+    others.retain(|name| *name != "input_layernorm");
+    others.extend(["self_attn.gate", "self_attn.rotary_emb.inv_freq"]);
+    let (nearest, message) = with_tensors(&plain, &names(&others));
+    assert_eq!(nearest, Some("LlamaForCausalLM"), "{message}");
+    for part in [
+        "its blocks have `self_attn.gate`, which LlamaForCausalLM does not",
+        "its blocks lack `input_layernorm`, which LlamaForCausalLM has",
+    ] {
+        assert!(message.contains(part), "{message}");
+    }
+    // Experts that are stored together are no difference from single ones.
+    let single: Vec<String> = ["gate_proj", "up_proj", "down_proj"]
+        .iter()
+        .flat_map(|linear| (0..2).map(move |e| format!("model.layers.0.mlp.experts.{e}.{linear}.weight")))
+        .collect();
+    let joined = ["gate_up_proj", "down_proj"].map(|linear| format!("model.layers.0.mlp.experts.{linear}"));
+    let of = |names: &[String]| {
+        let mut source = MemorySource::new();
+        for name in names {
+            source.insert(name, Dtype::F32, vec![1], vec![0; 4]).unwrap();
+        }
+        CheckpointNames::of(&source)
+    };
+    let family: BlockNames =
+        ["gate_proj", "up_proj", "down_proj"].map(|linear| format!("mlp.experts.#.{linear}")).into();
+    assert_eq!(of(&single).differences(&family), (vec![], vec![]));
+    assert_eq!(of(&joined).differences(&family), (vec![], vec![]));
+}
 
 /// Fields that most families have say nothing, but the names of tensors do.
 #[test]
@@ -261,6 +339,16 @@ fn text_models_of_containers_are_compared() {
         assert_eq!(nearest, Some(near), "{message}");
         assert!(message.contains("it contains a text model and other parts"), "{message}");
     }
+    let next = json!({
+        "architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next",
+        "image_grid_pinpoints": [[336, 672]], "text_config": published("llama"),
+    });
+    let (_, message) = of(&next);
+    for part in
+        ["`image_grid_pinpoints` is set: images are split", "`image_newline`", "as `LlamaForCausalLM`"]
+    {
+        assert!(message.contains(part), "{message}");
+    }
     // Older configurations have the fields of the text model at the top level.
     let mut flat = renamed("qwen2");
     flat["vision_config"] = json!({ "depth": 4 });
@@ -272,6 +360,22 @@ fn text_models_of_containers_are_compared() {
 fn what_resembles_nothing_has_no_nearest() {
     let (nearest, message) = of(&json!({ "architectures": ["BertModel"], "num_experts": 0 }));
     assert_eq!(nearest, None, "{message}");
+    let sentence = "`BertModel` is not supported:\n  no supported family is similar; the closest is `";
+    assert!(message.contains(sentence) && message.contains("`, which requires `"), "{message}");
+    // MPT has its own name for every field and tensor.
+    let mpt = json!({
+        "architectures": ["MPTForCausalLM"], "model_type": "mpt", "attn_config": { "alibi": true }, "d_model": 64,
+        "expansion_ratio": 4, "max_seq_len": 2048, "n_heads": 4, "n_layers": 2, "no_bias": true, "vocab_size": 96,
+    });
+    let names = ["norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"];
+    let names = names.map(|name| format!("transformer.blocks.0.{name}.weight"));
+    let (nearest, message) = with_tensors(&mpt, &names);
+    assert_eq!(nearest, None, "{message}");
+    for part in
+        ["no supported family is similar", "no supported family has `attn_config`, `d_model`", "`attn.Wqkv`"]
+    {
+        assert!(message.contains(part), "{message}");
+    }
     // Strings from the file are escaped, and malformed values are tolerated.
     let hostile = json!({
         "architectures": ["Evil\u{1b}[2J"], "text_config": 7, "num_experts": "many", "kv_lora_rank": [],
