@@ -1,7 +1,7 @@
 //! Tensors in decoder blocks that take no part in the computation.
 //!
-//! Loaders ignore such tensors, so a model of a different family or version may load without an error and compute
-//! something else.
+//! Loaders ignore such tensors, so a model of a different family or version may load without an error and give
+//! different results.
 
 use std::collections::{BTreeMap, BTreeSet};
 

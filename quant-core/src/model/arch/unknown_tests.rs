@@ -222,9 +222,9 @@ const ATTENTION: [&str; 4] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn
 const MLP: [&str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
 const NORMS: [&str; 2] = ["input_layernorm", "post_attention_layernorm"];
 
-/// A key under an older name, beside the newer one that hides it, is no difference.
+/// A key under an older name is no difference if a newer one hides it.
 #[test]
-fn older_keys_beside_newer_ones_are_no_difference() {
+fn hidden_older_keys_are_no_difference() {
     let mut both = renamed("llama");
     both["rope_parameters"] = json!({ "rope_theta": 500_000.0, "rope_type": "default" });
     let (nearest, message) = of(&both);
