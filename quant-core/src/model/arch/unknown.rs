@@ -246,16 +246,12 @@ impl Reading {
             true => field.weight,
             false => -field.weight,
         });
-        // Keys that disable a feature are written by the families that have it.
-        let is_unset_here = |(key, value): &(&String, &Value)| !is_bookkeeping(key) && is_unset(value);
-        let unset = model.fields.map().iter().filter(is_unset_here);
-        let by_unset = unset.filter(|(key, _)| self.reads(key)).count() as i64;
         let by_refusals = self.refused.iter().map(|(_, reason)| if Self::lacks(reason) { -2 } else { -3 });
         let by_tensors = match model.names.is_empty() {
             true => 0,
             false => (OF_TENSORS * model.names.similarity(&self.names)).round() as i64 - MIN_OF_TENSORS,
         };
-        by_name + by_type + by_fields.sum::<i64>() + by_unset + by_refusals.sum::<i64>() + by_tensors
+        by_name + by_type + by_fields.sum::<i64>() + by_refusals.sum::<i64>() + by_tensors
     }
 
     /// The number of keys that few families read, this one among them, and that the configuration lacks. Keys that the
@@ -412,7 +408,9 @@ fn differences(
 ) -> Vec<String> {
     let fields = model.fields;
     let mut reasons = Vec::new();
-    if let Some(closest) = ranked.first().filter(|_| nearest.is_none()) {
+    // A family that cannot describe the model even with values for what is missing has no names to compare.
+    let closest = nearest.or_else(|| ranked.iter().find(|reading| !reading.names.is_empty()));
+    if let Some(closest) = closest.filter(|_| nearest.is_none()) {
         reasons.push(without_nearest(fields, closest));
     }
     if is_nested {
@@ -459,7 +457,7 @@ fn differences(
     if !unknown.is_empty() {
         reasons.push(format!("no supported family has {}", listed(&unknown)));
     }
-    reasons.extend(ranked.first().into_iter().flat_map(|closest| of_tensors(model, closest)));
+    reasons.extend(closest.into_iter().flat_map(|closest| of_tensors(model, closest)));
     if reasons.is_empty() {
         let compared = match model.names.is_empty() {
             true => "in its configuration",
