@@ -200,7 +200,7 @@ pub enum Error {
         found: String,
         /// The most similar supported architecture, if one is similar.
         nearest: Option<&'static str>,
-        /// The unsupported features of the model, one line each.
+        /// The differences from that architecture, or the reasons why none is similar; one line each.
         differences: Vec<String>,
         /// The supported architectures.
         known: Vec<&'static str>,
@@ -480,7 +480,11 @@ fn no_checkpoint(reason: &str) -> String {
 fn list_differences(nearest: &Option<&'static str>, differences: &[String]) -> String {
     let near = nearest.map(|name| format!("; the nearest supported one is `{name}`")).unwrap_or_default();
     let lines: String = differences.iter().map(|line| format!("\n  {line}")).collect();
-    let colon = if differences.is_empty() { "" } else { "; unsupported differences:" };
+    let colon = match nearest {
+        _ if differences.is_empty() => "",
+        Some(_) => "; differences:",
+        None => ":",
+    };
     format!("{near}{colon}{lines}")
 }
 

@@ -210,6 +210,9 @@ class Check:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != status:
             raise RuntimeError(f"{' '.join(command)} exits with {done.returncode}: {done.stderr}")
+        # No model of the check has tensors that its family does not compute.
+        if "does not compute" in done.stderr:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout
 
     def script(self, name, *arguments):

@@ -15,7 +15,8 @@ import shutil
 import make_tiny
 import reference_model
 import torch
-from check_families import LENGTHS, TOLERANCE, due, float_errors, logits_of, random_tokens, relative, scaled
+from check_families import LENGTHS, TOLERANCE, due, float_errors, logits_of, random_tokens, relative
+from family_traps import scaled
 from make_vision_language import MINISTRAL3, QWEN_TOKENS, VARIANTS
 from reference_model import module_name
 from safetensors.torch import load_file, save_file

@@ -57,7 +57,8 @@ CASES = [
 # Random models of every family that vLLM supports, the most used first, by their names in make_tiny.py. InternLM2
 # and 3 are left out, because this version's transformers lacks their configurations.
 FAMILIES = [
-    "gqa", "qwen2", "qwen3-unbiased", "gemma3-sixth", "gemma2-alternating", "phi3-128", "mistral", "granite-128", "olmo2-plain",
+    "gqa", "qwen2", "qwen3-unbiased", "gemma3-sixth", "gemma2-alternating", "phi3-128", "qwen3-yarn-128",
+    "phi3-longrope-128", "mistral", "granite-128", "olmo2-plain",
     "smollm3-fourth", "gemma4-128", "glm4-128", "cohere-plain", "cohere2-128",
     "cohere-128-norms", "starcoder2-plain", "gpt_neox-128", "phi-128", "exaone4-128", "olmo3-128", "seed_oss-plain",
     "ernie4_5-128", "hunyuan-128", "ministral3-128", "glm-128", "gpt2-128", "bloom-128", "opt", "lfm2-128", "qwen3_5-128",

@@ -222,6 +222,8 @@ FAMILIES = {
     "gemma2": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "gemma2-uncapped": GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": None,
                                 "final_logit_softcapping": None, "attention_bias": True},
+    # √96, the factor of the embeddings, is rounded to 9.8125.
+    "gemma2-bf16": GEMMA | {"model_type": "gemma2"},
     "gemma3": GEMMA | {"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_parameters": {
         FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
         SLIDING: {"rope_type": "default", "rope_theta": 5000.0}}},
@@ -273,8 +275,9 @@ FAMILIES = {
     "cohere2": LAYERS | {"model_type": "cohere2", "logit_scale": 0.25, "tie_word_embeddings": False},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": WINDOW},
     "qwen3_5": HYBRID | {"model_type": "qwen3_5_text", "attention_bias": True},
+    # The norm after a delta net hides factors of the net's output, except from a large epsilon.
     "qwen3_5-interval": HYBRID | {"model_type": "qwen3_5_text", "full_attention_interval": 2, "layer_types": None,
-                                  "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+                                  "linear_conv_kernel_dim": 3, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
     "qwen3_next": HYBRID | {"model_type": "qwen3_next", "mlp_only_layers": [0, 1, 2, 3], "num_experts": 4},
     # The first block has an MLP. Experts are stored singly, as published.
     "qwen3_next-experts": HYBRID | SHARED_EXPERT | {"model_type": "qwen3_next", "mlp_only_layers": [0], "norm_topk_prob": True},
@@ -443,6 +446,11 @@ ENGINES = {
     "glm4-128": {"model_type": "glm4", "head_dim": 32, "pad_token_id": 0} | rope(
         partial_rotary_factor=0.5, rope_type="default"),
     "phi3-128": {"model_type": "phi3", "pad_token_id": 0},
+    # The check's windows are longer than the original length.
+    "qwen3-yarn-128": {"model_type": "qwen3", "head_dim": 64} | rope(**yarn(original_max_position_embeddings=128)),
+    "phi3-longrope-128": {"model_type": "phi3", "pad_token_id": 0, "original_max_position_embeddings": 128} | rope(
+        rope_type="longrope", short_factor=[1.0 + 0.1 * i for i in range(16)],
+        long_factor=[1.5 + 0.7 * i for i in range(16)]),
     "phi-128": {"model_type": "phi"},
     "cohere-128-norms": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
     "cohere2-128": {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 48, "logit_scale": 0.25},
@@ -794,6 +802,8 @@ def main():
         model.to(torch.bfloat16).save_pretrained(arguments.out, max_shard_size="400KB")
     elif arguments.variant == "opt-bare":
         save_without_head(model, arguments.out)
+    elif arguments.variant == "gemma2-bf16":
+        model.to(torch.bfloat16).save_pretrained(arguments.out)
     else:
         model.save_pretrained(arguments.out)
     if arguments.variant in ("gpt_oss-mxfp4", "gpt_oss-codes"):

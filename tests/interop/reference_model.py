@@ -69,7 +69,16 @@ def load(model_dir, dequantize=False):
     if problems:
         raise CheckpointError(f"loading {model_dir} reports {json.dumps(problems)}")
     check_modules(model, packed, packed_attribute(quantization), dequantize)
+    round_embedding_scales(model, config)
     return model.eval()
+
+
+def round_embedding_scales(model, config):
+    """Rounds factors of embeddings to the dtype of the checkpoint, as transformers does if it runs the model in it."""
+    dtype = getattr(torch, config.get("dtype", "float32"))
+    for module in model.modules():
+        if hasattr(module, "embed_scale"):
+            module.embed_scale.copy_(module.embed_scale.to(dtype))
 
 
 def packed_attribute(quantization):

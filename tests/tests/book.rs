@@ -196,7 +196,7 @@ fn planted_errors_are_tested_as_the_page_says() {
     let (_, section) = page.split_once("\n## Planted errors\n").unwrap();
     let section = section.split("\n## ").next().unwrap();
     let known: Vec<String> =
-        ["check_families.py", "check_vision_language.py"].into_iter().flat_map(traps).collect();
+        ["family_traps.py", "check_vision_language.py"].into_iter().flat_map(traps).collect();
     assert!(known.len() > 100, "{}", known.len());
     let mut code = Vec::new();
     for directory in ["quant-core/src", "quant-core/tests"] {

@@ -98,6 +98,44 @@ fn weights_of_which_nothing_is_left() {
     warned(&["in 3 groups", &format!("{down} (3)")]);
 }
 
+/// Tensors in a block that the family does not compute are copied, with a warning. Stored frequencies and biases of 0 are
+/// legal, also in files of quantized models.
+#[test]
+fn tensors_that_are_not_computed() {
+    let bench = Bench::new();
+    let mut tensors = TinyLlama::default().tensors();
+    let biased = tensors.iter().find(|t| t.name.ends_with("layers.0.mlp.up_proj.weight")).unwrap();
+    let (bias, outputs) = (biased.name.replace("weight", "bias"), biased.shape[0]);
+    let block = bias.replace("mlp.up_proj.bias", "");
+    let legal = [format!("{block}self_attn.rotary_emb.inv_freq"), format!("{block}self_attn.k_proj.k_scale")];
+    tensors.extend(legal.iter().map(|name| RawTensor::f16(name, &[2], [1.0, 0.5])));
+    tensors.push(RawTensor::f16(&bias, &[outputs], vec![0.0; outputs as usize]));
+    TinyLlama::default().write_with(&bench.at("model"), &tensors);
+    let says = "does not compute";
+    let run = quant(quantize(&bench.at("model"), &bench.at("legal"), &RTN)).succeeded();
+    assert!(!run.stderr.contains(says), "{run}");
+
+    tensors.last_mut().unwrap().set_f16(3, 0.5);
+    let norm = format!("{block}self_attn.q_norm.weight");
+    tensors.push(RawTensor::f16(&norm, &[2], [1.0, 0.5]));
+    TinyLlama::default().write_with(&bench.at("model"), &tensors);
+    let text = bench.text("text.txt", "Rain fell on the eastern sea. ".repeat(100));
+    let mut plan = args!["plan", bench.at("model")];
+    plan.extend(RTN.iter().map(OsString::from));
+    let all = [plan, quantize(&bench.at("model"), &bench.at("out"), &RTN), eval(&bench.at("model"), &text)];
+    for arguments in all {
+        let run = quant(arguments).succeeded();
+        let lines: Vec<&str> = run.stderr.lines().filter(|line| line.contains(says)).collect();
+        let [line] = lines[..] else { panic!("{run}") };
+        assert!(line.starts_with("warning: ") && line.contains("have 2 tensors"), "{line}");
+        for name in [&bias, &norm] {
+            assert!(line.contains(&format!("`{}`", name.replace("layers.0.", "layers.*."))), "{line}");
+        }
+    }
+    let written = read_safetensors(&bench.at("out").join(WEIGHTS));
+    assert_eq!(written.iter().find(|t| t.name == norm), tensors.last());
+}
+
 /// Names of tensors are data: a name that looks like a path is written to no file, and a name that would change the
 /// display of a terminal is refused and escaped.
 #[test]

@@ -68,7 +68,11 @@ impl Error {
                 format!("correct {name}, or download it again")
             }
             Self::UnknownArchitecture { known, .. } => {
-                format!("supported architectures: {}", known.join(", "))
+                format!(
+                    "if the model computes the same function as a supported architecture, convert its fields and \
+                    tensor names to that one; docs/families.md describes all of them. Supported architectures: {}",
+                    known.join(", ")
+                )
             }
             Self::AmbiguousNames { .. } => {
                 "the directory may contain a mix of two saved models: download the checkpoint into an empty \

@@ -175,7 +175,7 @@ pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Resul
     }
     let model = Model::open_with(&directory, &extensions.containers)?;
     let notes = model.quantization_notes().into_iter().chain(model.head_note());
-    for warning in notes.chain(model.differing_scales()?) {
+    for warning in notes.chain(model.differing_scales()?).chain(model.uncomputed_tensors()?) {
         host.warn(warning);
     }
     Ok(Opened { directory, model })

@@ -285,8 +285,14 @@ impl PackedReader for Reader {
             }
         };
 
-        // The expected tensors are those that quant would write.
-        let mut specs = layout::layout_as(storage, module, shape, scheme, scale_dtype).map_err(|e| {
+        // The expected tensors are those that quant would write, except that the last group of activations of a token may
+        // be smaller: no tensor depends on it.
+        let activations = match scheme.activations {
+            ActivationScheme::Fp8Group => ActivationScheme::Float,
+            other => other,
+        };
+        let stored = LinearScheme { activations, ..scheme };
+        let mut specs = layout::layout_as(storage, module, shape, stored, scale_dtype).map_err(|e| {
             Error::UnsupportedQuantization {
                 path: source.location(&scale_name),
                 reason: format!("`{module}` cannot have the scheme {scheme}: {e}"),

@@ -9,7 +9,7 @@ use super::*;
 
 use crate::checkpoint::TensorInfo;
 use crate::format::{CompressedTensors, Container, ModuleSchemes};
-use crate::quantize::quantize_rtn;
+use crate::quantize::{InputGrid, quantize_rtn};
 use crate::scheme::{FLOAT_SCHEMES, Granularity, WeightFormat};
 
 #[derive(Default, Clone)]

@@ -90,6 +90,12 @@ impl Blocks {
         &self.graphs[self.kinds[layer]]
     }
 
+    /// Returns the first layer with the same graph as `layer`; `layer` itself if there is no such layer.
+    pub(super) fn first_like(&self, layer: usize) -> usize {
+        let kind = self.kinds.get(layer);
+        self.kinds.iter().position(|other| Some(other) == kind).unwrap_or(layer)
+    }
+
     /// Returns the distinct graphs, in order of their first layers.
     pub fn kinds(&self) -> impl Iterator<Item = BlockKind<'_>> {
         self.kinds_in(0..self.len())

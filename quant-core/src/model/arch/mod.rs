@@ -45,6 +45,7 @@ mod routing;
 mod scale_groups;
 mod side_values;
 mod starcoder2;
+mod uncomputed;
 mod unknown;
 mod unknown_names;
 mod windows;

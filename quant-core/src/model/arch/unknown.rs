@@ -1,4 +1,5 @@
-//! The error for an unsupported family: the nearest supported family, and the differences between the two.
+//! The error for an unsupported family: the nearest supported family, and the differences between the two. If no family
+//! is near, the error names the closest one and what separates it from the model.
 //!
 //! Every supported family is asked to describe the configuration, and the keys that it reads are recorded. The nearest
 //! family is the one that reads most of the configuration, rejects least of it, reads few characteristic keys that the
@@ -6,8 +7,9 @@
 //! compared, and the nearest is a class around its family. Fields that only other families read indicate a difference.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::unknown_names::{BlockNames, CheckpointNames, of_family};
 use super::{FAMILIES, Family, known, multimodal};
@@ -81,17 +83,26 @@ static MARKERS: &[Marker] = &[
     marker("conv_L_cache", positive, "some layers are short convolutions"),
     marker("clip_qkv", positive, "queries, keys and values are clamped"),
     marker("alibi", is_true, "attention scores are biased by position (ALiBi)"),
+    marker("image_grid_pinpoints", any, "images are split into tiles"),
 ];
 
 /// Differences of published families that no field of their configuration shows.
-static FACTS: &[(&str, &[&str])] = &[(
-    "muse_glimmer",
-    &[
-        "queries and keys are normalized without a weight",
-        "the output of attention is gated",
-        "the pattern of sliding windows is counted from the last block",
-    ],
-)];
+static FACTS: &[(&str, &[&str])] = &[
+    (
+        "muse_glimmer",
+        &[
+            "queries and keys are normalized without a weight",
+            "the output of attention is gated",
+            "the pattern of sliding windows is counted from the last block",
+        ],
+    ),
+    ("llava_next", LLAVA),
+    ("llava_onevision", LLAVA),
+];
+
+const LLAVA: &[&str] =
+    &["the names of its tensors and `image_newline` have not been compared with transformers yet; the text \
+    model alone is supported, as `LlamaForCausalLM`, `MistralForCausalLM` or `Qwen2ForCausalLM`"];
 
 fn letters(name: &str) -> String {
     let stem = ["ForCausalLM", "ForConditionalGeneration", "LMHeadModel"]
@@ -157,12 +168,17 @@ fn is_unset(value: &Value) -> bool {
     }
 }
 
+/// A key that hides older ones, such as `rope_theta`.
+const ROPE_PARAMETERS: &str = "rope_parameters";
 /// Maximum number of attempts of a family to describe a configuration.
 const REFUSALS: usize = 16;
 
 struct Reading {
     family: &'static dyn Family,
+    /// The keys that the family reads.
     asked: BTreeSet<String>,
+    /// The keys that it reads if newer keys of the same meaning are missing.
+    older: BTreeSet<String>,
     refused: Vec<(String, String)>,
     /// The names in its blocks; none if it cannot describe the configuration.
     names: BlockNames,
@@ -172,13 +188,21 @@ impl Reading {
     /// Makes a family describe the configuration repeatedly: each time without the field that it rejected, or with a
     /// number for the field that was missing.
     fn of(family: &'static dyn Family, fields: &ConfigFields<'_>) -> Self {
-        let mut map = fields.map().clone();
+        let mut reading = Self::with(family, fields.path(), fields.map().clone());
+        let mut older = fields.map().clone();
+        if older.remove(ROPE_PARAMETERS).is_some() {
+            reading.older = Self::with(family, fields.path(), older).asked;
+        }
+        reading
+    }
+
+    fn with(family: &'static dyn Family, path: &Path, mut map: Map<String, Value>) -> Self {
         let mut filled = BTreeSet::new();
-        let mut reading =
-            Self { family, asked: BTreeSet::new(), refused: Vec::new(), names: BlockNames::new() };
+        let (asked, older) = Default::default();
+        let mut reading = Self { family, asked, older, refused: Vec::new(), names: BlockNames::new() };
         for _ in 0..REFUSALS {
             let asked = Asked::default();
-            let result = family.describe(&ConfigFields::new(fields.path(), &map).noting(&asked));
+            let result = family.describe(&ConfigFields::new(path, &map).noting(&asked));
             reading.asked.extend(asked.into_keys());
             let (field, reason) = match result {
                 Err(Error::Config { field, reason, .. }) => (field, reason),
@@ -201,6 +225,14 @@ impl Reading {
         reading
     }
 
+    fn reads(&self, key: &str) -> bool {
+        self.asked.contains(key) || self.older.contains(key)
+    }
+
+    fn class(&self) -> &'static str {
+        self.family.architectures()[0]
+    }
+
     fn lacks(reason: &str) -> bool {
         reason.starts_with("is missing")
     }
@@ -210,7 +242,7 @@ impl Reading {
         let letters_in_common = names.map(|name| common_prefix(&letters(name), &letters(model.found))).max();
         let by_name = letters_in_common.filter(|n| *n >= MIN_LETTERS).map_or(0, |n| n as i64);
         let by_type = if self.family.has_model_type(model.model_type) { OF_MODEL_TYPE } else { 0 };
-        let by_fields = model.relevant.iter().map(|field| match self.asked.contains(field.key) {
+        let by_fields = model.relevant.iter().map(|field| match self.reads(field.key) {
             true => field.weight,
             false => -field.weight,
         });
@@ -313,7 +345,7 @@ pub(super) fn refuse(config: &ConfigFields<'_>, found: &str, tensors: &dyn Tenso
         path: config.path().to_owned(),
         found: found.to_owned(),
         nearest: nearest.map(|reading| class_around(config, found, nested.is_some(), reading.family)),
-        differences: differences(config, fields, nested.is_some(), &model.relevant, nearest, &ranked),
+        differences: differences(config, nested.is_some(), &model, nearest, &ranked),
         known: known(),
     }
 }
@@ -337,35 +369,73 @@ fn class_around(
     classes.into_iter().find(|name| Some(similarity(name)) == most).unwrap_or(own)
 }
 
+/// Names of the most similar blocks of the model that the family lacks, and of the family that the model lacks.
+fn of_tensors(model: &Unknown<'_>, reading: &Reading) -> Vec<String> {
+    let class = reading.class();
+    let (theirs, ours) = model.names.differences(&reading.names);
+    let has =
+        (!theirs.is_empty()).then(|| format!("its blocks have {}, which {class} does not", listed(&theirs)));
+    let lacks = (!ours.is_empty()).then(|| format!("its blocks lack {}, which {class} has", listed(&ours)));
+    has.into_iter().chain(lacks).collect()
+}
+
+/// The names in backticks, at most [`MAX_LISTED`] of them.
+fn listed(names: &[String]) -> String {
+    let more = names.len().saturating_sub(MAX_LISTED);
+    let shown: Vec<String> =
+        names[..names.len() - more].iter().map(|name| format!("`{}`", printable(name))).collect();
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    shown.join(", ") + &more
+}
+
+/// Why no family is the nearest: what the closest one requires.
+fn without_nearest(fields: &ConfigFields<'_>, closest: &Reading) -> String {
+    let lacked = closest.refused.iter().filter(|(_, reason)| Reading::lacks(reason));
+    let lacked: Vec<String> = lacked.map(|(field, _)| fields.name_of(field)).collect();
+    let requires = match lacked.is_empty() {
+        true => String::new(),
+        false => format!(", which requires {}", listed(&lacked)),
+    };
+    format!("no supported family is similar; the closest is `{}`{requires}", closest.class())
+}
+
 fn differences(
     config: &ConfigFields<'_>,
-    fields: &ConfigFields<'_>,
     is_nested: bool,
-    relevant: &[RelevantField<'_>],
+    model: &Unknown<'_>,
     nearest: Option<&Reading>,
     ranked: &[Reading],
 ) -> Vec<String> {
+    let fields = model.fields;
     let mut reasons = Vec::new();
+    // A family that cannot describe the model even with values for what is missing has no names to compare.
+    let closest = nearest.or_else(|| ranked.iter().find(|reading| !reading.names.is_empty()));
+    if let Some(closest) = closest.filter(|_| nearest.is_none()) {
+        reasons.push(without_nearest(fields, closest));
+    }
     if is_nested {
         let classes: Vec<_> = multimodal::classes().map(|(name, _)| name).collect();
         reasons.push(format!(
             "it contains a text model and other parts (`text_config`), which is supported only for {}",
             classes.join(", ")
         ));
+        let outside = RelevantField::of(config).into_iter();
+        let marked =
+            outside.filter_map(|field| Some(format!("{}: {}", field.shown(config), field.marker?.means)));
+        reasons.extend(marked);
     }
-    let of_nearest =
-        |field: &&RelevantField<'_>| nearest.is_some_and(|reading| reading.asked.contains(field.key));
+    let of_nearest = |field: &&RelevantField<'_>| nearest.is_some_and(|reading| reading.reads(field.key));
     let mut unknown = Vec::new();
-    for field in relevant.iter().filter(|field| !of_nearest(field)) {
-        let other = ranked.iter().find(|reading| reading.asked.contains(field.key));
+    for field in model.relevant.iter().filter(|field| !of_nearest(field)) {
+        let other = ranked.iter().find(|reading| reading.reads(field.key));
         match (field.marker, other, nearest) {
             (Some(marker), ..) => reasons.push(format!("{}: {}", field.shown(fields), marker.means)),
             (None, Some(other), Some(nearest)) => {
-                let [nearest, other] = [nearest, other].map(|reading| reading.family.architectures()[0]);
+                let [nearest, other] = [nearest, other].map(Reading::class);
                 reasons.push(format!("{}, which {other} has, but {nearest} does not", field.shown(fields)));
             }
             (None, Some(_), None) => {}
-            (None, None, _) => unknown.push(format!("`{}`", printable(&fields.name_of(field.key)))),
+            (None, None, _) => unknown.push(fields.name_of(field.key)),
         }
     }
     let kinds = [config, fields].map(|fields| fields.optional_str("model_type").ok().flatten().unwrap_or(""));
@@ -384,16 +454,16 @@ fn differences(
     for (field, reason) in refused.filter(|(_, reason)| !Reading::lacks(reason)) {
         reasons.push(format!("`{}` {reason}", printable(&fields.name_of(field))));
     }
-    if !unknown.is_empty() && nearest.is_some() {
-        let more = unknown.len().saturating_sub(MAX_LISTED);
-        let listed = unknown[..unknown.len() - more].join(", ");
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        reasons.push(format!("no supported family has {listed}{more}"));
+    if !unknown.is_empty() {
+        reasons.push(format!("no supported family has {}", listed(&unknown)));
     }
-    if reasons.is_empty() && nearest.is_some() {
-        reasons.push(
-            "its configuration shows no difference, but its class may still compute different results".into(),
-        );
+    reasons.extend(closest.into_iter().flat_map(|closest| of_tensors(model, closest)));
+    if reasons.is_empty() {
+        let compared = match model.names.is_empty() {
+            true => "in its configuration",
+            false => "in its configuration or in the names of its tensors",
+        };
+        reasons.push(format!("none {compared}, but its class may still compute different results"));
     }
     if let Some(method) = config.get("quantization_config").and_then(|q| q.get("quant_method")) {
         let method = method.as_str().unwrap_or_default();

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Architecture;
+use super::uncomputed::is_auxiliary;
 use crate::TensorSource;
 
 /// Names in a block: the module, and `bias` if the tensor is one. Other tensors of a module, such as codes and scales,
@@ -38,7 +39,7 @@ impl CheckpointNames {
         for name in tensors.names() {
             let parts: Vec<&str> = name.split('.').collect();
             let Some(layer) = parts.iter().position(|part| is_number(part)) else { continue };
-            if layer + 1 < parts.len() {
+            if layer + 1 < parts.len() && !is_auxiliary(&parts[layer + 1..].join(".")) {
                 blocks.entry(parts[..layer].join(".")).or_default().insert(shortened(&parts[layer + 1..]));
             }
         }
@@ -51,10 +52,26 @@ impl CheckpointNames {
 
     /// The number of common names divided by the number of all names, for the blocks where this is largest.
     pub(super) fn similarity(&self, names: &BlockNames) -> f64 {
-        let of = |blocks: &BlockNames| {
-            let common = blocks.intersection(names).count();
-            common as f64 / (blocks.len() + names.len() - common).max(1) as f64
-        };
-        self.0.values().map(of).fold(0.0, f64::max)
+        self.0.values().map(|blocks| similarity(blocks, names)).fold(0.0, f64::max)
     }
+
+    /// The names of the most similar blocks that are not among `names`, and the reverse. Both are empty if either side
+    /// has no names. Experts that are stored together are the same as single ones.
+    pub(super) fn differences(&self, names: &BlockNames) -> (Vec<String>, Vec<String>) {
+        let blocks = self.0.values().max_by(|a, b| similarity(a, names).total_cmp(&similarity(b, names)));
+        let Some(blocks) = blocks.filter(|_| !names.is_empty()) else { return Default::default() };
+        let is_single = |name: &String, experts: &String| name.starts_with(&format!("{experts}.#."));
+        let is_joined = |name: &String, all: &BlockNames| all.iter().any(|other| is_single(other, name));
+        let is_split = |name: &String, all: &BlockNames| all.iter().any(|other| is_single(name, other));
+        let without = |one: &BlockNames, other: &BlockNames| {
+            let rest = one.difference(other).filter(|name| !is_joined(name, other) && !is_split(name, other));
+            rest.cloned().collect()
+        };
+        (without(blocks, names), without(names, blocks))
+    }
+}
+
+fn similarity(blocks: &BlockNames, names: &BlockNames) -> f64 {
+    let common = blocks.intersection(names).count();
+    common as f64 / (blocks.len() + names.len() - common).max(1) as f64
 }

@@ -69,7 +69,7 @@ fn names_and_fields_find_the_nearest_family() {
         (
             dense("LlamaBitForCausalLM", &json!({})),
             "LlamaForCausalLM",
-            &["its configuration shows no difference"],
+            &["; differences:\n  none in its configuration, but its class may"],
         ),
         (
             dense("Qwen3BitForCausalLM", &json!({ "hidden_act": "gelu" })),
@@ -176,6 +176,16 @@ fn a_configuration_of_llama_is_recognized_by_its_fields() {
     assert_eq!(nearest, Some("LlamaForCausalLM"), "{message}");
 }
 
+/// A key under an older name is no difference if a newer one hides it.
+#[test]
+fn hidden_older_keys_are_no_difference() {
+    let mut both = renamed("llama");
+    both["rope_parameters"] = json!({ "rope_theta": 500_000.0, "rope_type": "default" });
+    let (nearest, message) = of(&both);
+    assert_eq!(nearest, Some("LlamaForCausalLM"), "{message}");
+    assert!(!message.contains("rope_theta"), "{message}");
+}
+
 /// The names of two blocks with these modules, and of a vision tower.
 fn blocks(prefix: &str, modules: &[&str]) -> Vec<String> {
     let of_layer = |layer: usize| {
@@ -191,6 +201,46 @@ fn blocks(prefix: &str, modules: &[&str]) -> Vec<String> {
 const ATTENTION: [&str; 4] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"];
 const MLP: [&str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
 const NORMS: [&str; 2] = ["input_layernorm", "post_attention_layernorm"];
+
+#[test]
+fn names_of_tensors_are_listed_as_differences() {
+    let plain = renamed("llama");
+    let known = [&ATTENTION[..], &MLP, &NORMS].concat();
+    let names = |parts: &[&str]| blocks("model.", parts);
+    let (nearest, message) = with_tensors(&plain, &names(&known));
+    assert_eq!(nearest, Some("LlamaForCausalLM"), "{message}");
+    assert!(message.contains("none in its configuration or in the names of its tensors"), "{message}");
+    let mut others = known.clone();
+    others.retain(|name| *name != "input_layernorm");
+    others.push("self_attn.gate");
+    let constant = "model.layers.0.self_attn.rotary_emb.inv_freq".to_owned();
+    let (nearest, message) = with_tensors(&plain, &[names(&others), vec![constant]].concat());
+    assert_eq!(nearest, Some("LlamaForCausalLM"), "{message}");
+    for part in [
+        "its blocks have `self_attn.gate`, which LlamaForCausalLM does not",
+        "its blocks lack `input_layernorm`, which LlamaForCausalLM has",
+    ] {
+        assert!(message.contains(part), "{message}");
+    }
+    assert!(!message.contains("rotary_emb"), "{message}");
+    // Experts that are stored together are no difference from single ones.
+    let single: Vec<String> = ["gate_proj", "up_proj", "down_proj"]
+        .iter()
+        .flat_map(|linear| (0..2).map(move |e| format!("model.layers.0.mlp.experts.{e}.{linear}.weight")))
+        .collect();
+    let joined = ["gate_up_proj", "down_proj"].map(|linear| format!("model.layers.0.mlp.experts.{linear}"));
+    let of = |names: &[String]| {
+        let mut source = MemorySource::new();
+        for name in names {
+            source.insert(name, Dtype::F32, vec![1], vec![0; 4]).unwrap();
+        }
+        CheckpointNames::of(&source)
+    };
+    let family: BlockNames =
+        ["gate_proj", "up_proj", "down_proj"].map(|linear| format!("mlp.experts.#.{linear}")).into();
+    assert_eq!(of(&single).differences(&family), (vec![], vec![]));
+    assert_eq!(of(&joined).differences(&family), (vec![], vec![]));
+}
 
 /// Fields that most families have say nothing, but the names of tensors do.
 #[test]
@@ -261,6 +311,16 @@ fn text_models_of_containers_are_compared() {
         assert_eq!(nearest, Some(near), "{message}");
         assert!(message.contains("it contains a text model and other parts"), "{message}");
     }
+    let next = json!({
+        "architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next",
+        "image_grid_pinpoints": [[336, 672]], "text_config": published("llama"),
+    });
+    let (_, message) = of(&next);
+    for part in
+        ["`image_grid_pinpoints` is set: images are split", "`image_newline`", "as `LlamaForCausalLM`"]
+    {
+        assert!(message.contains(part), "{message}");
+    }
     // Older configurations have the fields of the text model at the top level.
     let mut flat = renamed("qwen2");
     flat["vision_config"] = json!({ "depth": 4 });
@@ -272,6 +332,22 @@ fn text_models_of_containers_are_compared() {
 fn what_resembles_nothing_has_no_nearest() {
     let (nearest, message) = of(&json!({ "architectures": ["BertModel"], "num_experts": 0 }));
     assert_eq!(nearest, None, "{message}");
+    let sentence = "`BertModel` is not supported:\n  no supported family is similar; the closest is `";
+    assert!(message.contains(sentence) && message.contains("`, which requires `"), "{message}");
+    // MPT has its own name for every field and tensor.
+    let mpt = json!({
+        "architectures": ["MPTForCausalLM"], "model_type": "mpt", "attn_config": { "alibi": true }, "d_model": 64,
+        "expansion_ratio": 4, "max_seq_len": 2048, "n_heads": 4, "n_layers": 2, "no_bias": true, "vocab_size": 96,
+    });
+    let names = ["norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"];
+    let names = names.map(|name| format!("transformer.blocks.0.{name}.weight"));
+    let (nearest, message) = with_tensors(&mpt, &names);
+    assert_eq!(nearest, None, "{message}");
+    for part in
+        ["no supported family is similar", "no supported family has `attn_config`, `d_model`", "`attn.Wqkv`"]
+    {
+        assert!(message.contains(part), "{message}");
+    }
     // Strings from the file are escaped, and malformed values are tolerated.
     let hostile = json!({
         "architectures": ["Evil\u{1b}[2J"], "text_config": 7, "num_experts": "many", "kv_lora_rank": [],

@@ -2,11 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use crate::checkpoint::{Dtype, require_weight_float};
+use crate::checkpoint::{Dtype, printable, require_weight_float};
 use crate::model::arch::LearnedPositions;
 use crate::model::{CachedValue, KvScheme, Model, cached_values};
 use crate::wording::counted;
 use crate::{Error, Result};
+
+/// The number of names in a message.
+const MAX_LISTED: usize = 6;
 
 impl Model {
     /// Returns a warning if linears for which engines keep one scale have different global scales of NVFP4.
@@ -55,6 +58,44 @@ impl Model {
                 scale, so they reject this checkpoint or compute wrong outputs"
             )
         }))
+    }
+
+    /// Returns a warning if blocks have tensors that are not computed. Biases that are 0 do not count: programs that
+    /// write GPTQ files add them.
+    ///
+    /// # Errors
+    /// When a bias cannot be read.
+    pub(crate) fn uncomputed_tensors(&self) -> Result<Option<String>> {
+        let (mut count, mut found) = (0, Vec::new());
+        for name in self.architecture.uncomputed(self.source.names()) {
+            if name.ends_with(".bias") && self.is_zero(name)? {
+                continue;
+            }
+            count += 1;
+            let shown = format!("`{}`", printable(&self.architecture.for_all_blocks(name)));
+            if !found.contains(&shown) {
+                found.push(shown);
+            }
+        }
+        if found.is_empty() {
+            return Ok(None);
+        }
+        let more = found.len().saturating_sub(MAX_LISTED);
+        found.truncate(MAX_LISTED);
+        let more = if more > 0 { format!(" and {more} more names") } else { String::new() };
+        Ok(Some(format!(
+            "{}: the blocks have {} that the family `{}` does not compute: {}{more}; so the model probably belongs to a \
+            different family or version, and results would be wrong",
+            self.path.display(),
+            counted(count, "tensor"),
+            self.architecture.family,
+            found.join(", "),
+        )))
+    }
+
+    fn is_zero(&self, name: &str) -> Result<bool> {
+        let is_float = self.source.require(name)?.dtype.is_weight_float();
+        Ok(is_float && self.source.read_f32(name)?.iter().all(|value| *value == 0.0))
     }
 
     /// Returns the tensors that the configuration requires outside the blocks, with their shapes. Quantized weights are
