@@ -39,20 +39,21 @@ def evaluated(check, path, length, windows, *options):
                                     "--windows", windows, "--quiet", "--json", *options))
 
 
-def imatrix(check, llama_cpp, forms):
-    gguf, model, at = reader(llama_cpp), check.model("demo"), check.scratch
+def imatrix(check, llama_cpp, name, mixtures, forms):
+    gguf, model, at = reader(llama_cpp), check.model(name), check.scratch
     floats = quantize(check, model, at / "floats.gguf", "--scheme", "f32")
     compared = 0
     for form in forms:
         matrix = at / f"theirs.{form}"
-        run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text("demo"), "-c", 128, "-b", 128, "-ub", 128, "--chunks", 2,
-            "-o", matrix, "--output-format", form, "--no-ppl")
-        ours = quantize(check, model, at / "ours.gguf", "--scheme", "q4_k_m", "--imatrix", matrix)
-        theirs = llama_quantize(llama_cpp, floats, at / "theirs-quantized.gguf", "Q4_K_M", "--imatrix", matrix)
-        wrong = differences(tensors(gguf, ours), tensors(gguf, theirs))
-        if wrong:
-            return f"llama-imatrix's {form}: {wrong[:4]} differ", False
-        compared += len(tensors(gguf, ours))
+        run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text(name), "-c", 128, "-b", 128, "-ub", 128,
+            "--chunks", 16 if name != "demo" else 2, "-o", matrix, "--output-format", form, "--no-ppl")
+        for mixture in mixtures:
+            ours = quantize(check, model, at / "ours.gguf", "--scheme", mixture, "--imatrix", matrix)
+            theirs = llama_quantize(llama_cpp, floats, at / "theirs-quantized.gguf", mixture, "--imatrix", matrix)
+            wrong = differences(tensors(gguf, ours), tensors(gguf, theirs))
+            if wrong:
+                return f"llama-imatrix's {form}, {mixture}: {wrong[:4]} differ", False
+            compared += len(tensors(gguf, ours))
     matrix = at / "ours.dat"
     ours = quantize(check, model, at / "ours.gguf", "--scheme", "q4_k_m", "--calibration", "builtin", "--samples", 4,
                     "--seq-len", 128, "--save-imatrix", matrix)
@@ -113,8 +114,11 @@ def run_all(check, llama_cpp, only, whole):
         print("SKIPPED: llama.cpp's programs are missing: exchange", flush=True)
         return
     llama_cpp = llama_cpp.resolve()
+    forms = ["gguf", "dat"] if whole else ["gguf"]
     cases = {
-        "imatrix": lambda: imatrix(check, llama_cpp, ["gguf", "dat"] if whole else ["gguf"]),
+        "imatrix": lambda: imatrix(check, llama_cpp, "demo", ["Q4_K_M"], forms),
+        # One importance per head for the matrices of latent attention.
+        "imatrix latent": lambda: imatrix(check, llama_cpp, "deepseek_v3-wide", ["Q4_K_M", "IQ2_XXS"], forms),
         "splits": lambda: splits(check, llama_cpp),
         "theirs": lambda: theirs(check, llama_cpp, ["Q4_K_M", *(["Q3_K_M", "IQ4_XS", "Q5_0", "TQ1_0"] if whole else [])]),
         "kl q4_k_m": lambda: kl(check, llama_cpp, "q4_k_m", 8 if whole else 2),
