@@ -440,7 +440,8 @@ fn importance_matrices_are_gathered_written_and_read() {
     check_message("a larger model", &run, 2, &["entries for 7 tensors, such as blk.2.", "the model lacks"]);
     let plan = args!["plan", &model].into_iter().chain(GGUF.iter().chain(&options).map(OsString::from));
     check_message("a larger model", &quant(plan.collect::<Vec<_>>()), 2, &["the model lacks"]);
-    let same = [&short[..], &["--save-imatrix", &saved("no.gguf")]].concat();
+    let output = saved("no.gguf");
+    let same = [&short[..], &["--save-imatrix", &output]].concat();
     let run = quant(quantize(&model, &at("no.gguf"), &same));
     check_message("the output", &run, 2, &["which this run also reads or writes"]);
     assert!(!at("no.gguf").exists());

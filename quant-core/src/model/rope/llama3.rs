@@ -23,7 +23,8 @@ pub(super) fn recovered(divisors: &[f32], theta: f64) -> Option<RopeScaling> {
         valid.then_some(RopeScaling::Llama3 { factor, low, high, original_positions })
     };
     let largest = *divisors.last()?;
-    let factor = f64::from(largest);
+    // The shortest decimal.
+    let factor: f64 = largest.to_string().parse().ok()?;
     if !largest.is_finite() || largest <= 1.0 {
         return None;
     }
