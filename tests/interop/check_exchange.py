@@ -2,6 +2,7 @@
 
   imatrix   a matrix by llama-imatrix (with --whole, in both formats), and one by quant in the older format: quant and
             llama-quantize write the same tensors with it
+  gathered  quant's matrix and llama-imatrix's, gathered on the same window
   splits    parts written by quant, scored by llama.cpp; parts written by llama-gguf-split, read by quant
   theirs    a file written by llama-quantize, evaluated by quant and, dequantized, by llama.cpp
   kl        perplexity and KL divergence of a quantized file from the float model, as `llamacpp-512` and as
@@ -16,11 +17,16 @@ import json
 import re
 import subprocess
 
+import numpy
+from tokenizers import Tokenizer
+
 from check_gguf import DIGITS, TOLERANCE, differences, llama_quantize, perplexities, quantize, reader, tensors
 
 # Perplexity, relative: products of floats in a different order. llama.cpp prints six digits after the decimal point.
 PERPLEXITY = 1e-6
 SIX_DIGITS = 5e-7
+# Mean squares, relative: products of floats in a different order.
+MEANS = 1e-3
 # llama.cpp stores the float model's log-probabilities in 16 bits, in steps of 16 / 65535 or less. The errors average
 # out.
 DIVERGENCE = 5e-3
@@ -39,20 +45,21 @@ def evaluated(check, path, length, windows, *options):
                                     "--windows", windows, "--quiet", "--json", *options))
 
 
-def imatrix(check, llama_cpp, forms):
-    gguf, model, at = reader(llama_cpp), check.model("demo"), check.scratch
+def imatrix(check, llama_cpp, name, mixtures, forms):
+    gguf, model, at = reader(llama_cpp), check.model(name), check.scratch
     floats = quantize(check, model, at / "floats.gguf", "--scheme", "f32")
     compared = 0
     for form in forms:
         matrix = at / f"theirs.{form}"
-        run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text("demo"), "-c", 128, "-b", 128, "-ub", 128, "--chunks", 2,
-            "-o", matrix, "--output-format", form, "--no-ppl")
-        ours = quantize(check, model, at / "ours.gguf", "--scheme", "q4_k_m", "--imatrix", matrix)
-        theirs = llama_quantize(llama_cpp, floats, at / "theirs-quantized.gguf", "Q4_K_M", "--imatrix", matrix)
-        wrong = differences(tensors(gguf, ours), tensors(gguf, theirs))
-        if wrong:
-            return f"llama-imatrix's {form}: {wrong[:4]} differ", False
-        compared += len(tensors(gguf, ours))
+        run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text(name), "-c", 128, "-b", 128, "-ub", 128,
+            "--chunks", 16 if name != "demo" else 2, "-o", matrix, "--output-format", form, "--no-ppl")
+        for mixture in mixtures:
+            ours = quantize(check, model, at / "ours.gguf", "--scheme", mixture, "--imatrix", matrix)
+            theirs = llama_quantize(llama_cpp, floats, at / "theirs-quantized.gguf", mixture, "--imatrix", matrix)
+            wrong = differences(tensors(gguf, ours), tensors(gguf, theirs))
+            if wrong:
+                return f"llama-imatrix's {form}, {mixture}: {wrong[:4]} differ", False
+            compared += len(tensors(gguf, ours))
     matrix = at / "ours.dat"
     ours = quantize(check, model, at / "ours.gguf", "--scheme", "q4_k_m", "--calibration", "builtin", "--samples", 4,
                     "--seq-len", 128, "--save-imatrix", matrix)
@@ -62,6 +69,34 @@ def imatrix(check, llama_cpp, forms):
     if wrong or not differences(tensors(gguf, theirs), tensors(gguf, plain)):
         return f"quant's dat: {wrong[:4]} differ", False
     return f"{compared + len(tensors(gguf, ours))} tensors", True
+
+
+def means(gguf, path):
+    """The mean squares of a matrix, by tensor."""
+    found = {tensor.name: numpy.float64(tensor.data).ravel() for tensor in gguf.GGUFReader(path).tensors}
+    return {name.removesuffix(".in_sum2"): (sums.reshape(len(counts), -1) / numpy.maximum(counts, 1)[:, None]).ravel()
+            for name, sums in found.items() if name.endswith(".in_sum2")
+            for counts in [found[name.replace(".in_sum2", ".counts")]]}
+
+
+def gathered(check, llama_cpp, name, tokens):
+    gguf, model, at = reader(llama_cpp), check.model(name), check.scratch
+    floats = quantize(check, model, at / "floats.gguf", "--scheme", "f32")
+    text, tokenizer = check.text(name).read_text(), Tokenizer.from_file(str(model / "tokenizer.json"))
+    whole = tokenizer.encode(text)
+    window = at / "window.txt"
+    window.write_text(text[:whole.offsets[tokens - 1][1]])
+    if tokenizer.encode(window.read_text()).ids != whole.ids[:tokens]:
+        return "the text of the first window has different tokens", False
+    run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text(name), "-c", tokens, "-b", tokens, "-ub", tokens, "--chunks", 1,
+        "-o", at / "theirs.gguf", "--no-ppl", "--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
+    quantize(check, model, at / "ours-quantized.gguf", "--scheme", "q8_0", "--calibration", window, "--samples", 1,
+             "--seq-len", tokens, "--save-imatrix", at / "ours.gguf")
+    ours, theirs = means(gguf, at / "ours.gguf"), means(gguf, at / "theirs.gguf")
+    if ours.keys() != theirs.keys():
+        return f"entries: {sorted(ours.keys() ^ theirs.keys())[:4]}", False
+    apart = max(numpy.abs(ours[name] / theirs[name] - 1).max() for name in ours)
+    return f"{len(ours)} tensors, at most {apart:.1e} apart", apart < MEANS
 
 
 def splits(check, llama_cpp):
@@ -113,8 +148,13 @@ def run_all(check, llama_cpp, only, whole):
         print("SKIPPED: llama.cpp's programs are missing: exchange", flush=True)
         return
     llama_cpp = llama_cpp.resolve()
+    forms = ["gguf", "dat"] if whole else ["gguf"]
     cases = {
-        "imatrix": lambda: imatrix(check, llama_cpp, ["gguf", "dat"] if whole else ["gguf"]),
+        "imatrix": lambda: imatrix(check, llama_cpp, "demo", ["Q4_K_M"], forms),
+        "gathered": lambda: gathered(check, llama_cpp, "demo", 128),
+        "gathered latent": lambda: gathered(check, llama_cpp, "deepseek_v3-wide", 128),
+        # One importance per head for the matrices of latent attention.
+        "imatrix latent": lambda: imatrix(check, llama_cpp, "deepseek_v3-wide", ["Q4_K_M", "IQ2_XXS"], forms),
         "splits": lambda: splits(check, llama_cpp),
         "theirs": lambda: theirs(check, llama_cpp, ["Q4_K_M", *(["Q3_K_M", "IQ4_XS", "Q5_0", "TQ1_0"] if whole else [])]),
         "kl q4_k_m": lambda: kl(check, llama_cpp, "q4_k_m", 8 if whole else 2),

@@ -27,8 +27,8 @@ WEIGHTED = ["Q4_K_M", "IQ4_XS", "Q2_K_S", "IQ2_S", "IQ3_XS"]
 REQUIRING = ["Q2_K_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS"]
 WHOLE = ["Q2_K", "Q8_0", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "Q5_K_M", "Q6_K",
          "IQ3_S", "IQ3_M", "IQ4_NL", "TQ2_0", "MXFP4_MOE"]
-# Models whose experts are as wide as a super-block, so that no type is replaced.
-WIDE = ["mixtral-wide", "qwen3-moe-wide"]
+# Models whose experts, and matrices of latent attention, are as wide as a super-block, so that no type is replaced.
+WIDE = ["mixtral-wide", "qwen3-moe-wide", "deepseek_v3-wide"]
 TYPES = {"F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
          "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ3_XXS": 18, "IQ3_S": 21, "IQ2_S": 22,
          "IQ4_NL": 20, "IQ4_XS": 23, "TQ1_0": 34, "TQ2_0": 35, "MXFP4": 39, "NVFP4": 40}

@@ -111,6 +111,10 @@ VARIANTS = {
     "deepseek_v2-mla": FIRST_DENSE | MLA | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy",
                                             "norm_topk_prob": False, "routed_scaling_factor": 1.6,
                                             "rope_parameters": MLA_YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    # The matrices of latent attention are as wide as a super-block.
+    "deepseek_v3-wide": FIRST_DENSE | MLA | {"model_type": "deepseek_v3", "hidden_size": 256, "intermediate_size": 512,
+                                             "moe_intermediate_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256,
+                                             "qk_nope_head_dim": 256, "v_head_dim": 64, "n_group": 4, "topk_group": 2},
     "olmoe-plain": {"model_type": "olmoe", "num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 64,
                     "norm_topk_prob": False},
     "granitemoe-plain": {"model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 3,

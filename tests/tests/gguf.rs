@@ -46,7 +46,8 @@ fn a_file_is_written_and_read_back() {
     let at = |name: &str| scratch.path().join(name);
     let model = demo_model();
     let float = perplexity(&model);
-    quant(quantize(&model, &at("f16.gguf"), &["--scheme", "f16"])).succeeded();
+    let run = quant(quantize(&model, &at("f16.gguf"), &["--scheme", "f16"])).succeeded();
+    assert!(!run.stdout.contains("largest weight error"), "{run}");
     assert_eq!(perplexity(&at("f16.gguf")), float);
     let summary = quant(quantize(&model, &at("q4.gguf"), &["--scheme", "q4_k_m", "--json"])).json();
     assert_eq!(summary["mixture"], "Q4_K_M");
@@ -196,6 +197,8 @@ fn requests_that_cannot_be_met() {
     for (options, expected) in [
         (&["--scheme", "q4_k_x"][..], "unknown GGUF quantization type or mixture"),
         (&["--scheme", "w4a16"], "unknown GGUF quantization type or mixture"),
+        (&["--scheme", "q4_k"], "choose one of Q4_K_S, Q4_K_M"),
+        (&["--scheme", "iq1_s"], "the GGUF quantization type IQ1_S is not supported"),
         (&["--override", "ffn_down=q9"], "unknown GGUF tensor type"),
         (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
         (&["--ignore", "nothing"], "matches no linear"),
@@ -428,6 +431,20 @@ fn importance_matrices_are_gathered_written_and_read() {
     write_cut_demo_model(&other, 3);
     let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));
     check_message("another model", &run, 2, &["has no entry for 7 tensors", "blk.2."]);
+    // A matrix that has more than the model needs is not one of the model either.
+    let larger = saved("larger.gguf");
+    let more = [&short[..], &["--save-imatrix", &larger]].concat();
+    quant(quantize(&other, &at("five.gguf"), &more)).succeeded();
+    let options = ["--scheme", "iq4_xs", "--imatrix", &larger];
+    let run = quant(quantize(&model, &at("no.gguf"), &options));
+    check_message("a larger model", &run, 2, &["entries for 7 tensors, such as blk.2.", "the model lacks"]);
+    let plan = args!["plan", &model].into_iter().chain(GGUF.iter().chain(&options).map(OsString::from));
+    check_message("a larger model", &quant(plan.collect::<Vec<_>>()), 2, &["the model lacks"]);
+    let output = saved("no.gguf");
+    let same = [&short[..], &["--save-imatrix", &output]].concat();
+    let run = quant(quantize(&model, &at("no.gguf"), &same));
+    check_message("the output", &run, 2, &["which this run also reads or writes"]);
+    assert!(!at("no.gguf").exists());
     std::fs::write(at("bad.dat"), [1, 0, 0, 0, 255, 255, 255, 127]).unwrap();
     let run = quant(quantize(&model, &at("no.gguf"), &["--imatrix", &saved("bad.dat")]));
     check_message("damaged", &run, 4, &["bad.dat", "at byte 4"]);
@@ -450,7 +467,9 @@ fn damaged_files_are_bad_input() {
     let heads = find(b"llama.attention.head_count\x04") + "llama.attention.head_count".len() + 4;
     let arch = find(b"general.architecture") + "general.architecture".len() + 4 + 8;
     let name = find(b"blk.0.attn_q.weight");
-    let cases: [(&str, Vec<u8>, &[&str]); 7] = [
+    let cases: [(&str, Vec<u8>, &[&str]); 9] = [
+        ("empty", Vec::new(), &["at byte 0"]),
+        ("short", good[..3].to_vec(), &["at byte 0"]),
         ("cut", good[..good.len() / 2].to_vec(), &["the file has only"]),
         ("head", good[..40].to_vec(), &["at byte"]),
         ("version", with(4, &[9]), &["`version` at byte 4 is 9"]),

@@ -10,7 +10,9 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::{BatchLayout, ChannelRanges, HiddenStates, InputRows};
-use crate::model::{Block, BlockGraph, NodeId, Tap, TokenRows, with_values};
+use crate::model::{
+    AttentionShape, Block, BlockGraph, NodeId, Op, Tap, TokenRows, causal_attention, with_values,
+};
 use crate::quantize::gptq::Hessian;
 use crate::{CancelToken, Error, Result};
 
@@ -44,14 +46,44 @@ pub struct StatisticsPass<'a> {
     /// Statistics by the first linear that reads the value.
     values: BTreeMap<NodeId, Vec<&'a mut dyn Statistic>>,
     attentions: BTreeMap<NodeId, &'a mut dyn AttentionStatistic>,
+    attended: BTreeMap<NodeId, Attended<'a>>,
     tokens: BTreeMap<NodeId, u64>,
+}
+
+/// Statistics of what the heads of an attention layer would return for other values.
+struct Attended<'a> {
+    shape: AttentionShape,
+    /// The first linear that reads these values.
+    reader: NodeId,
+    /// The values of the current piece of the batch.
+    values: Option<Tensor>,
+    heads: Vec<&'a mut dyn Statistic>,
+}
+
+impl Attended<'_> {
+    /// One head at a time, because its output may be as wide as all heads of the layer.
+    fn take(&mut self, [q, k]: [&Tensor; 2], tokens: TokenRows<'_>, layout: &BatchLayout) -> Result<()> {
+        let Some(values) = self.values.take().filter(|_| tokens.count() > 0) else { return Ok(()) };
+        let AttentionShape { repeat, head_dim, .. } = self.shape;
+        let width = values.dim(D::Minus1)?;
+        let one = AttentionShape { kv_heads: 1, repeat: 1, value_dim: width, ..self.shape };
+        let segments = layout.segments(tokens.token(0)..tokens.end());
+        for (head, statistic) in self.heads.iter_mut().enumerate() {
+            let of = |x: &Tensor, head: usize| x.narrow(D::Minus1, head * head_dim, head_dim);
+            let (q, k) = (of(q, head)?, of(k, head / repeat)?);
+            let out = causal_attention(&q, &k, &values, one, None, segments)?;
+            with_values(&out, |out| statistic.take(&InputRows::new(out, width, tokens, layout)?))?;
+        }
+        Ok(())
+    }
 }
 
 impl<'a> StatisticsPass<'a> {
     /// A pass of a batch with this layout through a block, with no statistics yet.
     pub fn new(block: &'a Block, layout: &BatchLayout, cancel: &'a CancelToken) -> Self {
         let (values, attentions, tokens) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { block, layout: layout.clone(), cancel, values, attentions, tokens }
+        let attended = BTreeMap::new();
+        Self { block, layout: layout.clone(), cancel, values, attentions, attended, tokens }
     }
 
     /// Adds a statistic of a value that linears read.
@@ -68,6 +100,29 @@ impl<'a> StatisticsPass<'a> {
     /// Sets the statistic of an attention layer's queries and keys, and replaces any earlier one.
     pub fn gather_attention(&mut self, attention: NodeId, statistic: &'a mut dyn AttentionStatistic) {
         self.attentions.insert(attention, statistic);
+    }
+
+    /// Adds one statistic per query head of an attention layer: of what the head would return if `value`, which a linear
+    /// reads before, were its values.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when no linear reads the value, or the layer is not a plain attention with as many heads.
+    pub fn gather_attended(
+        &mut self,
+        attention: NodeId,
+        value: NodeId,
+        heads: Vec<&'a mut dyn Statistic>,
+    ) -> Result<()> {
+        let graph = self.block.graph();
+        let shape = match graph.nodes()[attention].op {
+            Op::Attention(shape) if shape.sinks.is_none() && !shape.alibi => shape,
+            _ => return Err(Error::Internal(format!("node {attention} is not a plain attention"))),
+        };
+        let reader = first_reader(graph, value).filter(|reader| *reader < attention);
+        let reader = reader.filter(|_| heads.len() == shape.heads());
+        let reader = reader.ok_or_else(|| Error::Internal(format!("node {value} cannot be attended to")))?;
+        self.attended.insert(attention, Attended { shape, reader, values: None, heads });
+        Ok(())
     }
 
     pub(super) fn block(&self) -> &'a Block {
@@ -105,6 +160,9 @@ impl Tap for StatisticsPass<'_> {
     fn linear_input(&mut self, linear: NodeId, x: &Tensor, tokens: TokenRows<'_>) -> Result<()> {
         self.cancel.check()?;
         *self.tokens.entry(linear).or_default() += self.layout.count(tokens) as u64;
+        for attended in self.attended.values_mut().filter(|attended| attended.reader == linear) {
+            attended.values = Some(x.clone());
+        }
         let Some(statistics) = self.values.get_mut(&linear).filter(|_| tokens.count() > 0) else {
             return Ok(());
         };
@@ -123,6 +181,9 @@ impl Tap for StatisticsPass<'_> {
         tokens: TokenRows<'_>,
     ) -> Result<()> {
         self.cancel.check()?;
+        if let Some(attended) = self.attended.get_mut(&attention) {
+            attended.take([q, k], tokens, &self.layout)?;
+        }
         let Some(statistic) = self.attentions.get_mut(&attention) else { return Ok(()) };
         let (q_width, k_width) = (q.dim(D::Minus1)?, k.dim(D::Minus1)?);
         with_values(q, |q| {

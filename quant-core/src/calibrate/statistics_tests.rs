@@ -199,23 +199,29 @@ fn gram_matches_its_definition_for_any_number_of_threads() {
     }
 }
 
+fn weight_of(seed: usize) -> Vec<f32> {
+    (0..16).map(|i| ((i * 7 + seed * 5) % 11) as f32 / 11.0 - 0.5).collect()
+}
+
 /// A block whose input is read both by linears before attention and by one after it in evaluation order.
 fn parallel_block() -> Block {
+    block_with(1)
+}
+
+fn block_with(heads: usize) -> Block {
     let mut graph = GraphBuilder::default();
     let linear =
         |name: &str| Op::Linear { name: name.into(), shape: [4, 4], bias: false, stays_float: false };
     let input = graph.add(Op::Input { width: 4 }, &[]);
     let [q, k, v] = ["q", "k", "v"].map(|name| graph.add(linear(name), &[input]));
-    let heads = AttentionShape { window: Some(3), ..AttentionShape::new(1, 1, 4) };
+    let heads = AttentionShape { window: Some(3), ..AttentionShape::new(heads, 1, 4 / heads) };
     let attended = graph.add(Op::Attention(heads), &[q, k, v]);
     let o = graph.add(linear("o"), &[attended]);
     let up = graph.add(linear("up"), &[input]);
     graph.add(Op::Add, &[o, up]);
     let graph = Arc::new(graph.finish());
-    let weight = |seed: usize| {
-        let values = (0..16).map(|i| ((i * 7 + seed * 5) % 11) as f32 / 11.0 - 0.5).collect();
-        Linear::new(Arc::new(WeightBody::F32 { shape: [4, 4], values }), None)
-    };
+    let weight =
+        |seed: usize| Linear::new(Arc::new(WeightBody::F32 { shape: [4, 4], values: weight_of(seed) }), None);
     let linears = graph.linears().map(|(id, ..)| (id, weight(id))).collect();
     let ropes = RopeTables::new(std::iter::empty(), 0).unwrap();
     Block::new(graph, BTreeMap::new(), linears, BTreeMap::new(), &ropes).unwrap()
@@ -289,4 +295,71 @@ fn a_pass_refuses_what_no_linear_reads_and_stops_when_cancelled() {
     cancel.cancel();
     assert!(matches!(pass.run(&mut states, true), Err(Error::Interrupted)));
     assert!(HiddenStates::new(layout, 4, vec![0.0; 11]).is_err());
+}
+
+/// Attention is linear in its values, so the projection of what a head returns for the input of the projection is what
+/// the head returns for its output.
+#[test]
+fn attended_values_are_those_before_their_projection() {
+    for heads in [1, 2] {
+        let block = block_with(heads);
+        let graph = block.graph();
+        let id = |name: &str| (0..graph.nodes().len()).find(|&id| graph.name(id) == name).unwrap();
+        let attention = graph.nodes()[id("o")].inputs[0];
+        for (windows, length) in [(5, 70), (2, 3000)] {
+            let tokens = windows * length;
+            let uses: Vec<_> = (0..tokens).map(|t| if t % 3 == 0 { Context } else { Counted }).collect();
+            // The second half of each window is another document.
+            let starts: Vec<u32> =
+                (0..tokens).map(|t| if t % length < length / 2 { 0 } else { length as u32 / 2 }).collect();
+            let layout = BatchLayout::new(windows, length, Some(&starts), Some(&uses));
+            let mut state = 0.3_f32;
+            let mut next = || {
+                state = (state * 91.7).sin();
+                state
+            };
+            let values: Vec<f32> = (0..tokens * 4).map(|_| next()).collect();
+            let mut states = HiddenStates::new(layout.clone(), 4, values).unwrap();
+            let cancel = CancelToken::new();
+            let (mut mixed, mut output) = (vec![Noted::default(), Noted::default()], Noted::default());
+            mixed.truncate(heads);
+            let mut pass = StatisticsPass::new(&block, &layout, &cancel);
+            let each = mixed.iter_mut().map(|noted| noted as &mut dyn Statistic).collect();
+            pass.gather_attended(attention, graph.input(), each).unwrap();
+            pass.gather(attention, &mut output).unwrap();
+            pass.run(&mut states, false).unwrap();
+            let (projection, width) = (weight_of(id("v")), 4 / heads);
+            let mut largest = 0.0_f32;
+            for (head, mixed) in mixed.iter().enumerate() {
+                assert!(mixed.0.iter().copied().eq(0..tokens));
+                assert_eq!(mixed.1.len(), 4 * layout.counted());
+                for (x, y) in mixed.1.chunks(4).zip(output.1.chunks(4)) {
+                    for (row, y) in y[head * width..][..width].iter().enumerate() {
+                        let weight = &projection[4 * (head * width + row)..][..4];
+                        let product: f32 = weight.iter().zip(x).map(|(w, x)| w * x).sum();
+                        assert!((product - y).abs() < 1e-5, "head {head}: {product} {y}");
+                        largest = largest.max(y.abs());
+                    }
+                }
+            }
+            assert!(largest > 0.1);
+        }
+    }
+}
+
+#[test]
+fn only_values_that_are_read_before_attention_can_be_attended_to() {
+    let block = block_with(2);
+    let graph = block.graph();
+    let id = |name: &str| (0..graph.nodes().len()).find(|&id| graph.name(id) == name).unwrap();
+    let attention = graph.nodes()[id("o")].inputs[0];
+    let (layout, cancel) = (BatchLayout::plain(1, 3), CancelToken::new());
+    for (node, value, heads) in
+        [(id("o"), graph.input(), 2), (attention, attention, 2), (attention, graph.input(), 1)]
+    {
+        let mut noted = [Noted::default(), Noted::default()];
+        let mut pass = StatisticsPass::new(&block, &layout, &cancel);
+        let each = noted.iter_mut().take(heads).map(|noted| noted as &mut dyn Statistic).collect();
+        assert!(matches!(pass.gather_attended(node, value, each), Err(Error::Internal(_))));
+    }
 }

@@ -27,6 +27,11 @@ impl Placed {
     pub(super) fn name(&self, layer: usize) -> String {
         format!("blk.{layer}.{}", self.stored)
     }
+
+    /// Whether this is one of the matrices of latent attention, of which the file has one per head.
+    pub(super) fn is_per_head(&self) -> bool {
+        self.expert.is_none() && self.stored_shape.len() > 2
+    }
 }
 
 /// The places of all tensors of a block, in order of use.

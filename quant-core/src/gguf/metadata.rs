@@ -49,7 +49,7 @@ pub(super) fn metadata(
         put("feed_forward_length", gemma4::mlps(a, family)?);
     } else if family.has_single_operations {
         put("feed_forward_length", mixers::mlps(a, family)?);
-    } else if let Some(n) = facts.intermediate.or(facts.expert_intermediate) {
+    } else if let Some(n) = facts.intermediate.or_else(|| unused_width(config, facts.expert_intermediate?)) {
         put("feed_forward_length", count(n)?);
     }
     let shape = facts.attention;
@@ -125,6 +125,13 @@ pub(super) fn metadata(
     let (rope_factors, note) = rope(a, family, &facts, &mut put)?;
     warnings.extend(note);
     Ok(ModelMetadata { entries, warnings, rope_factors })
+}
+
+/// The width of dense MLPs in a model without any, as the configuration has it: otherwise, that of an expert.
+fn unused_width(config: &serde_json::Map<String, serde_json::Value>, of_expert: usize) -> Option<usize> {
+    let text = config.get("text_config").and_then(serde_json::Value::as_object).unwrap_or(config);
+    let stated = text.get("intermediate_size").and_then(serde_json::Value::as_u64).filter(|n| *n > 0);
+    Some(stated.and_then(|n| usize::try_from(n).ok()).unwrap_or(of_expert))
 }
 
 pub(super) fn eps_key(family: &GgufFamily) -> &'static str {
@@ -512,17 +519,16 @@ fn rope(
             scale("linear", *factor);
             Ok((Vec::new(), None))
         }
-        RopeScaling::Llama3 { .. } => {
-            let plain = Rope { scaling: RopeScaling::None, ..(*first).clone() };
-            let (plain, scaled) = (plain.frequencies(0), first.frequencies(0));
-            let divisors = plain.into_iter().zip(scaled).map(|(f, g)| f / g).collect();
-            Ok((vec![(ROPE_FACTORS, divisors)], None))
-        }
+        RopeScaling::Llama3 { .. } => Ok((vec![(ROPE_FACTORS, first.divisors())], None)),
         RopeScaling::Dynamic { positions, .. } if *positions >= a.max_positions => Ok((Vec::new(), None)),
         RopeScaling::LongRope(long) if family.has_long_rope => {
             put("rope.scaling.original_context_length", Value::U32(long.original_positions as u32));
             put("rope.scaling.attn_factor", Value::F32(long.attention_factor as f32));
             Ok((vec![(ROPE_SHORT, long.short.to_vec()), (ROPE_LONG, long.long.to_vec())], None))
+        }
+        // A GGUF file with `rope_freqs.weight` is read as this.
+        RopeScaling::LongRope(long) if long.short == long.long && long.attention_factor == 1.0 => {
+            Ok((vec![(ROPE_FACTORS, long.short.to_vec())], None))
         }
         RopeScaling::Yarn(yarn) => {
             let note = specials::yarn(a, family, (first, yarn), facts.attention, put)?;
@@ -532,38 +538,6 @@ fn rope(
             Err(unfit(family, "its RoPE scaling is not supported".into()))
         }
     }
-}
-
-/// General entries that describe the model and the file.
-pub(super) fn general(
-    family: &GgufFamily,
-    name: &str,
-    file_type: u32,
-    quantized: bool,
-) -> Vec<(String, Value)> {
-    let mut entries = vec![
-        ("general.architecture", Value::string(family.arch)),
-        ("general.type", Value::string("model")),
-        ("general.name", Value::string(name)),
-        ("general.file_type", Value::U32(file_type)),
-    ];
-    if quantized {
-        entries.push(("general.quantization_version", Value::U32(2)));
-    }
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-/// The entries that record the importance matrix used, with the keys of `llama-quantize`.
-pub(super) fn importance(file: &str, dataset: &str, entries: usize, chunks: u32) -> Vec<(String, Value)> {
-    [
-        ("quantize.imatrix.file", Value::string(file)),
-        ("quantize.imatrix.dataset", Value::string(dataset)),
-        ("quantize.imatrix.entries_count", Value::U32(entries as u32)),
-        ("quantize.imatrix.chunks_count", Value::U32(chunks)),
-    ]
-    .into_iter()
-    .map(|(key, value)| (key.to_owned(), value))
-    .collect()
 }
 
 pub(super) fn strings(texts: &[&str]) -> Value {

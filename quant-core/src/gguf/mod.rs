@@ -51,6 +51,7 @@ mod factors;
 mod families;
 mod file;
 mod gemma4;
+mod general;
 mod imatrix;
 mod layout;
 mod llama4;
@@ -108,7 +109,7 @@ impl GgufPlan {
         let mut metadata = self.metadata.clone();
         if let Some(importance) = importance {
             let datasets = importance.datasets.join(", ");
-            metadata.extend(metadata::importance(
+            metadata.extend(general::importance(
                 origin,
                 &datasets,
                 importance.entries.len(),

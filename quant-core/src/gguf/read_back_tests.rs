@@ -6,12 +6,12 @@ use std::path::Path;
 use serde_json::{Value as Json, json};
 
 use super::config_tests::{cases, config, merged};
-use super::families::{self, EMBEDDING, EMBEDDING_NORM, GgufFamily, HEAD, POSITIONS};
+use super::families::{self, EMBEDDING, EMBEDDING_NORM, GgufFamily, HEAD, POSITIONS, ROPE_FACTORS};
 use super::file::{Value, write_file};
-use super::{layout, metadata, open};
+use super::{general, layout, metadata, open};
 use crate::Error;
 use crate::checkpoint::{ConfigFields, MemorySource};
-use crate::model::{Architecture, Op, describe};
+use crate::model::{Architecture, Op, describe, restore_llama3};
 
 type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
 
@@ -21,7 +21,7 @@ fn file(config: &Json) -> (Architecture, &'static GgufFamily, Vec<(String, Value
     let a = describe(&ConfigFields::new(Path::new("config.json"), config), &MemorySource::new()).unwrap();
     let family = families::of_model(&a).unwrap();
     let about = metadata::metadata(&a, family, config).unwrap();
-    let mut entries = metadata::general(family, "x", 0, false);
+    let mut entries = general::general(family, "x", 0, &[]);
     entries.extend(about.entries);
     let mut shapes: BTreeMap<String, Vec<usize>> = BTreeMap::new();
     shapes.insert(EMBEDDING.into(), vec![a.vocab, a.hidden]);
@@ -102,6 +102,41 @@ fn a_file_describes_the_model_that_it_was_written_from() {
         let is_read_as_another = a.family == "granitemoehybrid" && found.family == "granite";
         assert!(found.family == a.family || is_read_as_another, "{name}: {}", found.family);
         assert_same(name, &a, &found);
+    }
+}
+
+/// The divisors of Llama 3's scaling do not change when a file is written from a file.
+#[test]
+fn frequency_divisors_are_copied_bit_by_bit() {
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128 },
+    });
+    let (_, _, entries, tensors) = file(&config);
+    // Other programs round differently.
+    for difference in [0, 1] {
+        let mut tensors = tensors.clone();
+        let (_, _, divisors) = tensors.iter_mut().find(|(name, ..)| name == ROPE_FACTORS).unwrap();
+        assert!(divisors[0] == 1.0 && divisors[15] == 8.0);
+        let middle = divisors.iter_mut().find(|d| **d > 1.0 && **d < 8.0).unwrap();
+        *middle = f32::from_bits(middle.to_bits() + difference);
+        let divisors = divisors.clone();
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.gguf");
+        std::fs::write(&path, write_file(&entries, &tensors).unwrap()).unwrap();
+        let model = open(&path).unwrap();
+        let a = describe(&ConfigFields::new(&path, model.config()), &MemorySource::new()).unwrap();
+        let about = metadata::metadata(&a, families::of_model(&a).unwrap(), model.config()).unwrap();
+        assert_eq!(about.rope_factors, [(ROPE_FACTORS, divisors)]);
+        let written: Vec<_> = entries.iter().filter(|(key, _)| key.starts_with("llama.")).cloned().collect();
+        assert_eq!(about.entries, written);
+        // Other programs get the parameters.
+        let mut restored = model.config().clone();
+        restore_llama3(&mut restored);
+        assert_eq!(restored["rope_scaling"], config["rope_scaling"]);
     }
 }
 

@@ -289,17 +289,34 @@ impl Writer<'_> {
         }
         let (kind, search) = (self.tensor.kind, self.search);
         let row_bytes = row_bytes(kind, columns)?;
-        let importance = self.importance.as_ref().map(|all| Importance::of_matrix(all, index, columns));
         let mut bytes = vec![0; values.len() / columns.max(1) * row_bytes];
         let factor = self.factors.get(index).and_then(Option::as_ref);
-        match (factor, importance) {
-            (Some(factor), Some(importance)) => {
-                encode_blocks(values, columns, kind, importance, factor, &mut bytes);
+        let first_row = (self.written / row_bytes as u64) as usize;
+        let rows_of_matrix = match self.tensor.shape[..] {
+            [_, rows, _] => rows.max(1),
+            _ => usize::MAX,
+        };
+        // A chunk may contain rows of several matrices.
+        let (mut values_left, mut bytes_left) = (values, &mut bytes[..]);
+        let mut row = first_row;
+        while !values_left.is_empty() {
+            let rows = (values_left.len() / columns.max(1)).min(rows_of_matrix - row % rows_of_matrix);
+            let some;
+            (some, values_left) = values_left.split_at(rows * columns);
+            let (out, rest) = std::mem::take(&mut bytes_left).split_at_mut(rows * row_bytes);
+            bytes_left = rest;
+            let importance = self.importance.as_ref();
+            let importance = importance.map(|all| Importance::of_matrix(all, row / rows_of_matrix, columns));
+            match (factor, importance) {
+                (Some(factor), Some(importance)) => {
+                    encode_blocks(some, columns, kind, importance, factor, out);
+                }
+                _ => {
+                    let rows = some.par_chunks_exact(columns).zip(out.par_chunks_exact_mut(row_bytes));
+                    rows.for_each(|(row, out)| kind.encode_by(search, row, importance, out));
+                }
             }
-            _ => {
-                let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact_mut(row_bytes));
-                rows.for_each(|(row, out)| kind.encode_by(search, row, importance, out));
-            }
+            row += rows;
         }
         let rows = values.par_chunks_exact(columns).zip(bytes.par_chunks_exact(row_bytes));
         let sums: Vec<(f64, f64)> = rows.map(|(row, bytes)| squares_of(kind, row, bytes)).collect();

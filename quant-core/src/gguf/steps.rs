@@ -227,7 +227,8 @@ impl<'a> Types<'a> {
                     new.insert(all)
                 }
             };
-            let importance = importance.as_ref().map(|all| Importance::of_matrix(all, index, k).to_vec());
+            let sources = tensor.sources().len();
+            let importance = importance.as_ref().map(|all| Importance::of_source(all, index, sources, k));
             grids.insert(node, BlockGrid { kind: tensor.kind, search: self.search, importance });
         }
         Ok(grids)

@@ -47,6 +47,7 @@ pub use arch::{
     QueryKey, Reach, Recurrent, RecurrentKind, RouterScores, RoutingRule, StateSpace, Wrapper,
 };
 pub(crate) use arch::{ExpertOrder, describe};
+pub(crate) use attention::causal_attention;
 pub use block::Block;
 pub(crate) use by_columns::transposed;
 pub use cache::{LayerCache, SequenceCache};
@@ -64,6 +65,7 @@ pub use norm::Norm;
 pub use parameters::OpParameters;
 pub use positions::PositionTable;
 pub use preparation::Preparation;
+pub(crate) use rope::restore_llama3;
 pub use rope::{LongRope, Rope, RopeLayout, RopeRequest, RopeScaling, RopeTable, RopeTables, Yarn};
 pub use segments::Segments;
 pub use tap::{CancelTap, NoTap, Tap};

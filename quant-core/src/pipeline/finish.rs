@@ -7,6 +7,7 @@ use super::{Job, Program, QuantReport};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory};
 use crate::digest::sha256_hex;
 use crate::model::arch::TEXT_CONFIG;
+use crate::model::restore_llama3;
 use crate::recipe::{Plan, PlanEntry};
 use crate::scheme::KV_CONFIG_KEY;
 use crate::{Error, Result};
@@ -23,6 +24,7 @@ pub const REPORT: &str = "quant_report.json";
 /// Never for configurations that were read from JSON.
 pub fn quantized_config(directory: &ModelDirectory, plan: &Plan) -> Result<String> {
     let mut config = directory.config().clone();
+    restore_llama3(&mut config);
     let settings = plan.container.quantization_config(&plan.module_schemes());
     config.insert("quantization_config".into(), settings);
     let text = config.get_mut(TEXT_CONFIG).and_then(Value::as_object_mut);

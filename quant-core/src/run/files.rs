@@ -67,25 +67,34 @@ fn real(path: &Path) -> PathBuf {
     path.canonicalize().ok().or_else(through_parent).unwrap_or_else(|| path.to_owned())
 }
 
-/// Fails if a file to be written lies in the directory of a model that is read; `-` is standard output.
+/// Fails if a file to be written is a model that is read, or lies in its directory; `-` is standard output.
 ///
 /// # Errors
 /// [`Error::Usage`] that names the setting and the file.
 pub fn outside(written: &[(&str, Option<&Path>)], models: &[&Path]) -> Result<()> {
     for (option, path) in written {
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
-        if let Some(model) = models.iter().find(|model| real(path).starts_with(real(model))) {
-            return Err(Error::usage(
+        let Some(model) = models.iter().find(|model| real(path).starts_with(real(model))) else { continue };
+        return Err(match real(path) == real(model) {
+            true => taken_already(option, path),
+            false => Error::usage(
                 format!(
                     "‹{option}› would write {} into the model directory {}",
                     path.display(),
                     model.display()
                 ),
                 format!("set ‹{option}› to a file outside that directory"),
-            ));
-        }
+            ),
+        });
     }
     Ok(())
+}
+
+fn taken_already(option: &str, path: &Path) -> Error {
+    Error::usage(
+        format!("‹{option}› would write {}, which this run also reads or writes", path.display()),
+        format!("set ‹{option}› to a separate file"),
+    )
 }
 
 /// Fails if a file that will be written is also read, or would be written twice. Each file is given with its setting.
@@ -98,10 +107,7 @@ pub fn distinct(written: &[(&str, Option<&Path>)], read: &[&Path]) -> Result<()>
     for (option, path) in written {
         let Some(path) = path.filter(|p| *p != Path::new("-")) else { continue };
         if taken.contains(&real(path)) {
-            return Err(Error::usage(
-                format!("‹{option}› would write {}, which this run also reads or writes", path.display()),
-                format!("set ‹{option}› to a separate file"),
-            ));
+            return Err(taken_already(option, path));
         }
         taken.push(real(path));
     }

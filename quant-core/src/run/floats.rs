@@ -16,7 +16,7 @@ use crate::checkpoint::{
 };
 use crate::digest::sha256_hex;
 use crate::model::arch::TEXT_CONFIG;
-use crate::model::{Model, transposed};
+use crate::model::{Model, restore_llama3, transposed};
 use crate::pipeline::REPORT;
 use crate::recipe::FLOATS;
 use crate::scheme::KV_CONFIG_KEY;
@@ -338,6 +338,7 @@ fn float_config(directory: &ModelDirectory, dtype: Dtype) -> Result<String> {
         _ => "float32",
     };
     let mut config = directory.config().clone();
+    restore_llama3(&mut config);
     let plain = |config: &mut Map<String, Value>| {
         config.shift_remove("quantization_config");
         config.shift_remove(KV_CONFIG_KEY);

@@ -24,7 +24,6 @@ use crate::gguf::{
 use crate::model::Model;
 use crate::pipeline::REPORT;
 use crate::recipe::Extensions;
-use crate::wording::counted;
 use crate::{Error, Result};
 
 const FILE: &str = "model.gguf";
@@ -107,16 +106,9 @@ pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<
     for note in &plan.notes {
         host.note(note.as_str());
     }
-    let missing = importance.as_ref().map(|found| found.matrix().missing(&plan.tensors));
-    if let Some(missing) = missing.filter(|missing| !missing.is_empty()) {
-        return Err(Error::usage(
-            format!(
-                "the importance matrix has no entry for {}, such as {}",
-                counted(missing.len(), "tensor"),
-                missing[0]
-            ),
-            "use an importance matrix of the same model",
-        ));
+    if let Some(found) = &importance {
+        let note = found.matrix().check(&plan.tensors, opened.model.architecture())?;
+        note.into_iter().for_each(|note| host.note(note));
     }
     if let Some(ImportanceMatrix::Given(matrix)) = &mut importance {
         matrix.fit(&plan.tensors);
@@ -441,7 +433,10 @@ pub fn plan_gguf_with(
     let weighted = settings.gguf_request_with(true, extensions)?;
     let calibrates = weighted.needs_text() || weighted.needs_importance() && importance.is_none();
     let request = settings.gguf_request_with(calibrates || importance.is_some(), extensions)?;
-    let plan = GgufPlan::new(&opened.model, &opened.directory, request)?;
+    let mut plan = GgufPlan::new(&opened.model, &opened.directory, request)?;
+    if let Some(importance) = &importance {
+        plan.notes.extend(importance.check(&plan.tensors, opened.model.architecture())?);
+    }
     let sampling = sampling(settings)?;
     let further = further_bytes(settings, &opened);
     let of = |sampling| GgufNeeds::of(&opened.model, &plan.request, sampling, further);

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::misplaced::explained;
 use super::settings::{Given, RecipeSettings, set_twice};
-use crate::blocks::{BLOCK_TYPES, BlockSearch, BlockType, block_type};
+use crate::blocks::{BLOCK_TYPES, BlockSearch, BlockType, block_type, unread_type};
 use crate::calibrate::{Packing, Sampling};
 use crate::gguf::{self, GgufRequest, MIXTURES, Mixture};
 use crate::model::Preparation;
@@ -273,8 +273,30 @@ fn rounds_blocks(rounding: &dyn Rounding) -> bool {
 
 fn mixture(name: &str) -> Result<&'static Mixture> {
     gguf::mixture(name).ok_or_else(|| {
+        const WHAT: &str = "GGUF quantization type or mixture";
         let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
-        unknown("GGUF quantization type or mixture", name, "types", &known)
+        let upper = name.to_ascii_uppercase();
+        let of_type: Vec<&str> = match block_type(name) {
+            Some(kind) => {
+                let prefix = format!("{}_", kind.name);
+                known.iter().copied().filter(|known| known.starts_with(&prefix)).collect()
+            }
+            None => Vec::new(),
+        };
+        if !of_type.is_empty() {
+            return Error::usage(
+                format!("unknown {WHAT} `{name}`"),
+                format!("choose one of {}, which are mixtures with {upper}", of_type.join(", ")),
+            );
+        }
+        // A similar name means something else.
+        match (0..u32::from(u8::MAX)).filter_map(unread_type).any(|other| other == upper) {
+            true => Error::usage(
+                format!("the GGUF quantization type {upper} is not supported"),
+                format!("known types: {}", known.join(", ")),
+            ),
+            false => unknown(WHAT, name, "types", &known),
+        }
     })
 }
 

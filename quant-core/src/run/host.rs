@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::quantize::is_gguf_name;
 use super::settings::RecipeSettings;
 use crate::calibrate::InProcess;
 use crate::checkpoint::ModelDirectory;
@@ -165,7 +166,8 @@ pub fn open(path: &Path, host: &Host<'_>) -> Result<Opened> {
 /// # Errors
 /// As [`open`].
 pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Result<Opened> {
-    let directory = match gguf::is_gguf(path) {
+    // A damaged file may lack the first bytes by which it is recognized.
+    let directory = match gguf::is_gguf(path) || is_gguf_name(path) && path.is_file() {
         true => gguf::open(path)?,
         false => ModelDirectory::open(&host.catalog.model_directory(path)?)?,
     }

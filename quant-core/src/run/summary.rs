@@ -258,7 +258,8 @@ impl Summary {
             wanted: t.replaces.clone().unwrap_or_default(),
             got: t.kind.clone(),
         });
-        let errors = report.tensors.iter().filter_map(|t| Some((t, t.relative_rms?)));
+        let errors =
+            report.tensors.iter().filter_map(|t| Some((t, t.relative_rms.filter(|rms| *rms > 0.0)?)));
         let worst = errors.max_by(|a, b| a.1.total_cmp(&b.1));
         Self::Gguf(GgufSummary {
             schema: "quant-gguf-summary/1",

@@ -332,8 +332,12 @@ fn place(tensors: &mut [GgufTensor], start: u64, alignment: u64, len: u64) -> Re
     for tensor in tensors {
         if tensor.offset != expected {
             return Err(format!(
-                "the offset of tensor `{}` is {}, expected {expected}",
-                tensor.name, tensor.offset
+                "the offset of tensor `{}` is {}, expected {expected}: its data would begin at byte {} \
+                of the file instead of {}",
+                tensor.name,
+                tensor.offset,
+                start.saturating_add(tensor.offset),
+                start.saturating_add(expected)
             ));
         }
         let end = expected.checked_add(tensor.bytes);

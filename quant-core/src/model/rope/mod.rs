@@ -1,6 +1,7 @@
 //! Rotary position embedding: the rotated channels of a head, their angles, and the tables of a run.
 
 mod config;
+mod llama3;
 mod rotate;
 mod scaling;
 #[cfg(test)]
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor};
 
 pub use config::RopeRequest;
+pub(crate) use llama3::restore_llama3;
 pub use scaling::{LongRope, RopeScaling, Yarn};
 
 use super::Segments;
@@ -48,9 +50,9 @@ impl Rope {
         Self { head_dim, rotary_dim: head_dim, layout: RopeLayout::Halves, theta, scaling: RopeScaling::None }
     }
 
-    /// Returns the angle per position of each pair of channels, in a sequence of `length` tokens.
-    pub(crate) fn frequencies(&self, length: usize) -> Vec<f32> {
-        self.scaling.frequencies(self.theta, self.rotary_dim, length).0
+    /// Returns the divisor of each frequency in the shortest sequences.
+    pub(crate) fn divisors(&self) -> Vec<f32> {
+        self.scaling.divisors(self.theta, self.rotary_dim)
     }
 
     /// Returns the channel that a channel of a head is paired with; a channel that is not rotated is its own partner.

@@ -97,6 +97,12 @@ impl RopeScaling {
         }
     }
 
+    /// Returns the quotients of unscaled and scaled frequencies in the shortest sequences.
+    pub(super) fn divisors(&self, theta: f64, dim: usize) -> Vec<f32> {
+        let [plain, scaled] = [&Self::None, self].map(|scaling| scaling.frequencies(theta, dim, 0).0);
+        plain.into_iter().zip(scaled).map(|(f, g)| f / g).collect()
+    }
+
     /// Returns the frequencies `[dim / 2]` of `dim` channels in a sequence of `length` tokens, and the factor of
     /// cosines and sines.
     pub(super) fn frequencies(&self, theta: f64, dim: usize, length: usize) -> (Vec<f32>, f32) {

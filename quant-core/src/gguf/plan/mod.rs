@@ -1,21 +1,24 @@
 //! Plans a file: every tensor with its type and its source, determined before any computation.
 
+mod types;
+
 use std::collections::{BTreeMap, BTreeSet};
 
+use self::types::{Types, Unfit};
 use super::families::{self, GgufFamily};
 use super::file::{GgufArchive, Value};
+use super::general;
 use super::layout;
 use super::metadata;
-use super::mixture::{Mixture, ModelFacts, Role};
-use super::rows::{Change, RowOrder, Source, View};
+use super::mixture::{Mixture, Role};
+use super::rows::{RowOrder, Source, View};
 use super::tokenizer;
-use crate::blocks::{BlockSearch, BlockType, F32, MXFP4, Q4_0, Q8_0, block_type};
+use crate::blocks::{BlockSearch, BlockType};
 use crate::checkpoint::{ModelDirectory, TensorSpec};
 use crate::model::{Architecture, Model};
 use crate::quantize::gptq::GptqSettings;
 use crate::recipe::{Method, Pattern};
 use crate::round::BlockRounding;
-use crate::scheme::{Granularity, WeightFormat};
 use crate::transform::{StepContext, TransformSettings};
 use crate::{Error, Result};
 
@@ -126,7 +129,12 @@ impl PlannedTensor {
     /// Whether the rows are whole rows of the checkpoint, with their columns in the same order.
     pub(super) fn keeps_columns(&self) -> bool {
         let Source::Stored { view, .. } = &self.source else { return true };
-        view.columns == RowOrder::AsStored && !matches!(view.order, RowOrder::Transposed { .. })
+        view.columns == RowOrder::AsStored && !self.is_transposed()
+    }
+
+    /// Whether the columns are rows of the checkpoint.
+    pub(super) fn is_transposed(&self) -> bool {
+        matches!(&self.source, Source::Stored { view, .. } if matches!(view.order, RowOrder::Transposed { .. }))
     }
 
     /// The column of the checkpoint's tensor at this column of the file.
@@ -205,7 +213,7 @@ impl GgufPlan {
                 wrapper.class
             ));
         }
-        if a.further_blocks > 0 {
+        if model.source().names().iter().any(|name| a.is_in_further_block(name)) {
             notes.push("the blocks for multi-token prediction are not written".into());
         }
         let mut drafts = drafts(model, family)?;
@@ -234,7 +242,9 @@ impl GgufPlan {
             }
         }
         if !unfit.is_empty() {
-            let listed: Vec<String> = unfit.iter().take(8).map(|reason| format!("\n  {reason}")).collect();
+            let listed: Vec<String> = unfit.iter().take(8).map(|unfit| format!("\n  {unfit}")).collect();
+            let fallbacks: BTreeSet<String> = unfit.iter().filter_map(Unfit::fallback).collect();
+            let fallbacks: Vec<String> = fallbacks.into_iter().collect();
             let more = unfit.len().saturating_sub(8);
             let more = if more > 0 { format!("\n  and {more} more") } else { String::new() };
             let fault = match unfit.len() {
@@ -243,8 +253,11 @@ impl GgufPlan {
             };
             return Err(Error::usage(
                 format!("{fault}:{}{more}", listed.concat()),
-                "set ‹allow_fallback› to use the fallback types of llama-quantize (Q5_0 for Q4_K), which have smaller blocks \
-                and more bits; or set a type with a suitable block size with ‹override›",
+                format!(
+                    "set ‹allow_fallback› to use the fallback types of llama-quantize ({}), which have smaller \
+                    blocks and more bits; or set a type with a suitable block size with ‹override›",
+                    fallbacks.join(", ")
+                ),
             ));
         }
         let kept = tensors.iter().find(|t| t.keeps_codes()).filter(|_| !request.method.transforms.is_empty());
@@ -265,10 +278,10 @@ impl GgufPlan {
             ));
         }
         request.check_steps(a, &tensors)?;
-        let is_quantized = tensors.iter().any(|t| !t.kind.is_float());
         let name = directory.path().file_name().map(|n| n.to_string_lossy().into_owned());
         let file_type = commonest_type(&tensors).unwrap_or(mixture).id;
-        let mut metadata = metadata::general(family, &name.unwrap_or_default(), file_type, is_quantized);
+        let mut metadata = general::general(family, &name.unwrap_or_default(), file_type, &tensors);
+        metadata.extend(general::sampling(directory));
         metadata.extend(about.entries);
         let vocabulary = tokenizer::metadata(directory, family, a.vocab, request.pre.as_deref())?;
         notes.extend(vocabulary.notes);
@@ -433,176 +446,4 @@ fn role(stored: &str) -> Role {
         "ffn_down" | "ffn_down_exps" | "ffn_down_shexp" => Role::Down,
         _ => Role::Other,
     }
-}
-
-struct Types<'a> {
-    request: &'a GgufRequest,
-    facts: ModelFacts,
-    /// Blocks that compute values, which are numbered separately.
-    values: BTreeSet<usize>,
-    downs: BTreeSet<(usize, String)>,
-}
-
-impl<'a> Types<'a> {
-    fn new(a: &Architecture, family: &GgufFamily, request: &'a GgufRequest, drafts: &[Draft]) -> Self {
-        let heads_per_key = a.attentions().first().map_or(1, |shape| shape.repeat);
-        let experts = (0..a.layers).map(|layer| family_experts(a, layer));
-        let makes_values = drafts.iter().filter(|draft| draft.role == Role::Value && draft.is_weight);
-        let values: BTreeSet<usize> = makes_values.map(|draft| draft.layer).collect();
-        let downs = drafts.iter().filter(|draft| draft.role == Role::Down && draft.is_weight);
-        let downs = downs.map(|draft| (draft.layer, draft.name.clone())).collect();
-        let facts = ModelFacts {
-            layers: a.layers,
-            values: values.len(),
-            heads_per_key,
-            experts: experts.max().unwrap_or(0),
-            weighted: request.weighted,
-            favours_values: ModelFacts::favours_values(family, a.layers, heads_per_key),
-        };
-        Self { request, facts, values, downs }
-    }
-
-    fn check_patterns(&self, drafts: &[Draft]) -> Result<()> {
-        let weights: Vec<&Draft> = drafts.iter().filter(|d| d.is_weight).collect();
-        let ignored = self.request.ignore.iter().map(|pattern| ("ignore", pattern));
-        let overridden = self.request.overrides.iter().map(|(pattern, _)| ("override", pattern));
-        for (option, pattern) in ignored.chain(overridden) {
-            if !weights.iter().any(|draft| selects(pattern, draft)) {
-                let names: BTreeSet<&str> = weights.iter().map(|d| d.module.as_str()).collect();
-                let names: Vec<&str> = names.into_iter().collect();
-                return Err(pattern.matches_nothing(option, &names));
-            }
-        }
-        Ok(())
-    }
-
-    /// The tensor with its type, or the reason why its rows do not fit.
-    fn of(&self, model: &Model, draft: Draft) -> Result<Result<PlannedTensor, String>> {
-        let Draft { name, shape, source, .. } = &draft;
-        let planned = |kind, replaces, source: &Source| PlannedTensor {
-            name: name.clone(),
-            shape: shape.clone(),
-            kind,
-            replaces,
-            source: source.clone(),
-        };
-        if !draft.is_weight {
-            return Ok(Ok(planned(&F32, None, source)));
-        }
-        if let Some((kind, codes)) = codes(model, &draft)? {
-            return Ok(Ok(planned(kind, None, &codes)));
-        }
-        let columns = shape.last().copied().unwrap_or_default();
-        let matrices = if shape.len() > 2 { shape[0] } else { 1 };
-        let wanted = match self.named(&draft) {
-            Some(Some(kind)) => kind,
-            Some(None) => as_stored(model, source)?,
-            // If the checkpoint is already quantized, float tensors keep their type.
-            None if model.quant_method().is_some() && !self.request.mixture.is_of_experts() => {
-                as_stored(model, source)?
-            }
-            None => {
-                let place = match draft.role {
-                    Role::Value => self.values.range(..draft.layer).count(),
-                    Role::Down if self.request.mixture.counts_downs() => {
-                        let this = (draft.layer, draft.name.clone());
-                        self.downs.range(..this).count()
-                    }
-                    _ => draft.layer,
-                };
-                self.request.mixture.of(draft.role, place, [matrices, columns], &self.facts)
-            }
-        };
-        let mut kind = wanted;
-        while kind.row_bytes(columns).is_none() {
-            let Some(fallback) = kind.fallback.filter(|_| self.request.allow_fallback) else {
-                return Ok(Err(format!(
-                    "{name}: the row width {columns} is not a multiple of the block size of {}, {}",
-                    wanted.name, wanted.elements
-                )));
-            };
-            kind = fallback;
-        }
-        let outside = matches!(draft.role, Role::Head | Role::Embedding);
-        if kind.needs_importance && !self.request.weighted && !outside {
-            return Err(Error::usage(
-                format!("the type {} of `{name}` needs an importance matrix", kind.name),
-                "set ‹calibration› or ‹imatrix›, or choose a larger type",
-            ));
-        }
-        Ok(Ok(planned(kind, (kind != wanted).then_some(wanted), source)))
-    }
-
-    /// The type requested by name; `Some(None)` if the tensor stays as stored.
-    fn named(&self, draft: &Draft) -> Option<Option<&'static BlockType>> {
-        if self.request.ignore.iter().any(|pattern| selects(pattern, draft)) {
-            return Some(None);
-        }
-        let found = self.request.overrides.iter().rev().find(|(pattern, _)| selects(pattern, draft));
-        found.map(|(_, kind)| Some(*kind))
-    }
-}
-
-/// Whether a pattern matches a tensor, by its name in the checkpoint or in the file.
-fn selects(pattern: &Pattern, draft: &Draft) -> bool {
-    let stored = draft.name.strip_suffix(".weight").unwrap_or(&draft.name);
-    pattern.matches(&draft.module) || pattern.matches(stored)
-}
-
-fn as_stored(model: &Model, source: &Source) -> Result<&'static BlockType> {
-    let Source::Stored { tensors, .. } = source else { return Ok(&F32) };
-    let Some(tensor) = tensors.first() else { return Ok(&F32) };
-    let dtype = model.source().require(tensor)?.dtype;
-    Ok(block_type(dtype.name()).unwrap_or(&F32))
-}
-
-fn codes(model: &Model, draft: &Draft) -> Result<Option<(&'static BlockType, Source)>> {
-    let Source::Stored { tensors, view } = &draft.source else { return Ok(None) };
-    let order = &view.order;
-    if tensors.iter().all(|tensor| model.source().is_mxfp4(tensor)) {
-        return Ok(Some((&MXFP4, Source::Blocks { tensors: tensors.clone() })));
-    }
-    let modules: Vec<String> =
-        tensors.iter().map(|t| t.strip_suffix(".weight").unwrap_or(t).to_owned()).collect();
-    let mut kind = None;
-    for module in &modules {
-        let Some(scheme) = model.module_scheme(module) else { return Ok(None) };
-        let refuse = |reason: String| Error::NotRepackable {
-            path: model.path().to_owned(),
-            module: module.clone(),
-            reason,
-        };
-        let size = match scheme.granularity {
-            Granularity::Group(size) => size,
-            _ => draft.shape.last().copied().unwrap_or_default(),
-        };
-        let found = match scheme.weight {
-            WeightFormat::Int { bits: 4, .. } => &Q4_0,
-            WeightFormat::Int { bits: 8, .. } => &Q8_0,
-            _ => {
-                return Err(refuse(format!(
-                    "no GGUF type can store {scheme}; Q4_0 and Q8_0 store 4-bit and 8-bit integers"
-                )));
-            }
-        };
-        let is_whole = matches!(order, RowOrder::AsStored | RowOrder::Paired { .. } | RowOrder::Tiled { .. });
-        if view.change != Change::None || view.columns != RowOrder::AsStored || !is_whole {
-            let reason = "the file does not have its rows as they are: they are multiplied by factors, split over \
-                several tensors, or have a different order of columns";
-            return Err(refuse(reason.into()));
-        }
-        if size == 0 || !size.is_multiple_of(32) || scheme.is_progressive() {
-            return Err(refuse(match scheme.is_progressive() {
-                true => format!("no GGUF type can store {scheme}, because its scales are progressive"),
-                false => {
-                    format!("no GGUF type can store {scheme}: groups of {size} are not a multiple of 32")
-                }
-            }));
-        }
-        if kind.is_some_and(|known: &BlockType| known != found) {
-            return Err(refuse("the experts of one tensor have different schemes".into()));
-        }
-        kind = Some(found);
-    }
-    Ok(kind.map(|kind| (kind, Source::Codes { modules, order: *order })))
 }
