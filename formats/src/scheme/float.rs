@@ -140,7 +140,7 @@ impl SchemeRequest {
                 A::Float => true,
                 _ => {
                     return refuse(
-                        "MXFP4 weights are written with float activations (mxfp4a16): most kernels of vLLM 0.33 choose \
+                        "MXFP4 weights need float activations (mxfp4a16): most kernels of vLLM 0.33 choose \
                         the type of the activations by the GPU, whatever the checkpoint says",
                     );
                 }
@@ -265,7 +265,7 @@ mod tests {
         ] {
             let Err(error) = text.parse::<LinearScheme>() else { panic!("{text} was read") };
             assert!(!error.remedy().marked().is_empty(), "{text}");
-            let says_why = error.to_string().contains("vLLM 0.33 rounds them to MXFP4");
+            let says_why = error.to_string().contains("whatever the checkpoint says");
             assert_eq!(says_why, text.starts_with("wf4af") && text.ends_with("-mx"), "{text}: {error}");
         }
     }

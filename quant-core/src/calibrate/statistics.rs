@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::{BatchLayout, ChannelRanges, HiddenStates, InputRows};
 use crate::model::{
-    AttentionShape, Block, BlockGraph, NodeId, Op, Tap, TokenRows, causal_attention, with_values,
+    AttentionShape, Block, BlockGraph, NodeId, Tap, TokenRows, causal_attention, with_values,
 };
 use crate::quantize::gptq::Hessian;
 use crate::{CancelToken, Error, Result};
@@ -114,10 +114,10 @@ impl<'a> StatisticsPass<'a> {
         heads: Vec<&'a mut dyn Statistic>,
     ) -> Result<()> {
         let graph = self.block.graph();
-        let shape = match graph.nodes()[attention].op {
-            Op::Attention(shape) if shape.sinks.is_none() && !shape.alibi => shape,
-            _ => return Err(Error::Internal(format!("node {attention} is not a plain attention"))),
-        };
+        let shape =
+            graph.nodes()[attention].op.cached().filter(|shape| shape.sinks.is_none() && !shape.alibi);
+        let shape =
+            shape.ok_or_else(|| Error::Internal(format!("node {attention} is not a plain attention")))?;
         let reader = first_reader(graph, value).filter(|reader| *reader < attention);
         let reader = reader.filter(|_| heads.len() == shape.heads());
         let reader = reader.ok_or_else(|| Error::Internal(format!("node {value} cannot be attended to")))?;

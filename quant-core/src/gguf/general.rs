@@ -21,7 +21,7 @@ pub(super) fn general(
         ("general.architecture", Value::string(family.arch)),
         ("general.type", Value::string("model")),
         ("general.name", Value::string(name)),
-        ("general.size_label", Value::string(&size_label(tensors))),
+        ("general.size_label", Value::string(size_label(tensors))),
         ("general.file_type", Value::U32(file_type)),
         ("general.quantization_version", Value::U32(QUANTIZATION_VERSION)),
     ];

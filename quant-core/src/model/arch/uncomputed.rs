@@ -132,7 +132,7 @@ mod tests {
             ["model.norm.bias", "vision_tower.layers.0.q_norm.weight", "model.layers.2.q_norm.weight"];
         let llama = llama();
         let found = llama.uncomputed(names.iter().map(String::as_str).chain(outside));
-        assert_eq!(found, unused.map(|name| in_block(name)));
+        assert_eq!(found, unused.map(in_block));
         assert_eq!(llama.for_all_blocks(found[0]), "model.layers.*.self_attn.q_norm.weight");
         assert_eq!(llama.for_all_blocks("model.norm.weight"), "model.norm.weight");
     }
