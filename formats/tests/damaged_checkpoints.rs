@@ -180,8 +180,9 @@ impl TensorSource for Sparse {
 
 #[test]
 fn a_weight_that_does_not_fit_in_memory_is_an_error() {
-    // 2^55 weights each.
-    let (n, k) = (1_usize << 10, 1_usize << 45);
+    // The codes or the scales exceed what a process can address. GPTQ's inputs have 32-bit indices.
+    let (n, k) = (1_usize << 10, 1_usize << 48);
+    let (outputs, inputs) = (1 << 48, 1 << 8);
     let cases = [
         (
             "awq",
@@ -196,10 +197,10 @@ fn a_weight_that_does_not_fit_in_memory_is_an_error() {
             "gptq",
             "w4a16-channel-asym",
             vec![
-                TensorSpec::new("m.qweight", Dtype::I32, [k / 8, n]),
-                TensorSpec::new("m.qzeros", Dtype::I32, [1, n / 8]),
-                TensorSpec::new("m.scales", Dtype::F16, [1, n]),
-                TensorSpec::new("m.g_idx", Dtype::I32, [k]),
+                TensorSpec::new("m.qweight", Dtype::I32, [inputs / 8, outputs]),
+                TensorSpec::new("m.qzeros", Dtype::I32, [1, outputs / 8]),
+                TensorSpec::new("m.scales", Dtype::F16, [1, outputs]),
+                TensorSpec::new("m.g_idx", Dtype::I32, [inputs]),
             ],
         ),
         (
