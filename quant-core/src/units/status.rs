@@ -59,7 +59,8 @@ impl UnitJob {
     /// Returns the state of every unit. Contents of results are not checked.
     ///
     /// # Errors
-    /// [`Error::InputFile`] if something else has the name of a result; [`Error::Io`]; [`Error::Unavailable`].
+    /// [`Error::InputFile`](crate::Error::InputFile) if something else has the name of a result;
+    /// [`Error::Io`](crate::Error::Io); [`Error::Unavailable`](crate::Error::Unavailable).
     pub fn status(&self) -> Result<JobStatus> {
         let listed: BTreeSet<String> = self.store.files.list(UNITS)?.into_iter().collect();
         let (mut units, mut names) = (Vec::new(), BTreeSet::new());
