@@ -91,8 +91,8 @@ def gathered(check, llama_cpp, name, tokens):
     run(llama_cpp, "llama-imatrix", "-m", floats, "-f", check.text(name), "-c", tokens, "-b", tokens, "-ub", tokens, "--chunks", 1,
         "-o", at / "theirs.gguf", "--no-ppl", "--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
     quantize(check, model, at / "ours-quantized.gguf", "--scheme", "q8_0", "--calibration", window, "--samples", 1,
-             "--seq-len", tokens, "--save-imatrix", at / "ours.gguf")
-    ours, theirs = means(gguf, at / "ours.gguf"), means(gguf, at / "theirs.gguf")
+             "--seq-len", tokens, "--save-imatrix", at / "gathered.gguf")
+    ours, theirs = means(gguf, at / "gathered.gguf"), means(gguf, at / "theirs.gguf")
     if ours.keys() != theirs.keys():
         return f"entries: {sorted(ours.keys() ^ theirs.keys())[:4]}", False
     apart = max(numpy.abs(ours[name] / theirs[name] - 1).max() for name in ours)
