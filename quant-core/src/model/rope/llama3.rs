@@ -12,7 +12,7 @@ const PUBLISHED: [(f64, f64); 2] = [(8.0, 8192.0), (32.0, 8192.0)];
 const ENDS: [f64; 2] = [1.0, 4.0];
 const MAX_POSITIONS: f64 = (1_u64 << 40) as f64;
 
-/// Returns the scaling of Llama 3 that gives these divisors, each to the last bit but one.
+/// Returns the scaling of Llama 3 that gives these divisors, each to within one unit in the last place.
 pub(super) fn recovered(divisors: &[f32], theta: f64) -> Option<RopeScaling> {
     let fits = |candidate: &RopeScaling| {
         let found = candidate.divisors(theta, 2 * divisors.len());
