@@ -226,6 +226,15 @@ fn every_code_is_what_it_means() {
     }
 }
 
+/// Groups of 16 use vector lanes for any number of rows; wider groups use tiles for 16 rows or more.
+#[test]
+fn narrow_and_wide_groups_equal_the_definition() {
+    for (size, m) in [(16, 16), (16, 60), (32, 16), (48, 60), (32, 15)] {
+        let shape = [m, 40, 96 / size];
+        Case::new(shape, size, FloatFormat::E2m1, Kind::E4m3, [false; 2], 13).check_integers();
+    }
+}
+
 #[test]
 fn packed_weights_are_small() {
     let (n, k) = (64, 4096);
