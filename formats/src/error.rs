@@ -7,9 +7,11 @@
 mod remedy;
 mod subject;
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use crate::checkpoint::{HeaderError, printable};
+use crate::system;
 use crate::wording::{Remedy, about_file, counted};
 
 /// A result with this crate's error.
@@ -348,6 +350,16 @@ pub enum Error {
         /// Bytes available; 0 if unknown.
         free: u64,
     },
+    /// A file would be larger than the process or the file system allows.
+    #[error("{} {}", path.display(), too_large(*needed, *limit))]
+    FileTooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The size of the file in bytes, if known.
+        needed: Option<u64>,
+        /// The limit of the process in bytes; `None` if it is that of the file system.
+        limit: Option<u64>,
+    },
     /// Another process works on the same output.
     #[error("{} is being written by another process ({holder})", path.display())]
     Locked {
@@ -494,9 +506,21 @@ impl Error {
         Self::Usage { message: message.into(), remedy: remedy.into() }
     }
 
-    /// Creates an operating-system error on a path.
+    /// Creates an operating-system error on a path. If a file became too large, this is [`Error::FileTooLarge`].
     pub fn io(action: &'static str, path: impl Into<PathBuf>, source: std::io::Error) -> Self {
-        Self::Io { action, path: path.into(), source }
+        let path = path.into();
+        match source.kind() {
+            ErrorKind::FileTooLarge => Self::file_too_large(path, 0),
+            _ => Self::Io { action, path, source },
+        }
+    }
+
+    /// Creates the error for a file of which `needed` bytes were about to be written, when it became too large.
+    pub(crate) fn file_too_large(path: PathBuf, needed: u64) -> Self {
+        let limit = system::file_size_limit();
+        // Only a part of the file may have been about to be written.
+        let is_whole = |needed: &u64| *needed > limit.unwrap_or(1);
+        Self::FileTooLarge { path, needed: Some(needed).filter(is_whole), limit }
     }
 
     /// Returns the category, which determines the exit code.
@@ -533,6 +557,7 @@ impl Error {
             | Self::Memory { .. }
             | Self::MemoryBudget { .. }
             | Self::DiskFull { .. }
+            | Self::FileTooLarge { .. }
             | Self::Locked { .. }
             | Self::Engine(_)
             | Self::Verification { .. } => Category::Environment,
@@ -552,6 +577,14 @@ impl Error {
             Self::Cache { block: None, reason } => Self::Cache { block: Some(index), reason },
             other => other,
         }
+    }
+}
+
+fn too_large(needed: Option<u64>, limit: Option<u64>) -> String {
+    let needs = needed.map_or("would grow".to_owned(), |needed| format!("needs {needed} bytes"));
+    match limit {
+        Some(limit) => format!("{needs}, but this process may write at most {limit} bytes to a file"),
+        None => format!("{needs}, but its file system does not allow such large files"),
     }
 }
 

@@ -133,6 +133,14 @@ impl Error {
                 needed.div_ceil(1 << 20)
             ),
             Self::DiskFull { .. } => "free some disk space, or write to a different disk".into(),
+            Self::FileTooLarge { limit: Some(_), .. } => {
+                "raise the limit on file sizes (`ulimit -f unlimited`), or write a GGUF file in parts with \
+                ‹split_max_size›"
+                    .into()
+            }
+            Self::FileTooLarge { .. } => {
+                "write to a different file system, or write a GGUF file in parts with ‹split_max_size›".into()
+            }
             Self::Locked { .. } => "wait for that process to finish, or stop it".into(),
             Self::Verification { .. } => {
                 "the disk returned bytes that differ from those written: check the disk and run again".into()
