@@ -72,6 +72,23 @@ pub struct Indivisible {
     pub group_size: usize,
 }
 
+/// The memory that the threads of a run need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ThreadMemory {
+    /// The number of threads.
+    pub count: usize,
+    /// The memory of each in bytes.
+    pub bytes: u64,
+}
+
+impl ThreadMemory {
+    /// `count` threads that need `bytes` each.
+    pub const fn new(count: usize, bytes: u64) -> Self {
+        Self { count, bytes }
+    }
+}
+
 /// A failure of the pipeline.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -192,6 +209,8 @@ pub enum Error {
         field: String,
         /// The reason, as the end of a sentence that begins with the key.
         reason: String,
+        /// What to do, if that is not to correct the file.
+        remedy: Option<Remedy>,
     },
     /// The model's architecture is not supported.
     #[error("{}: architecture `{}` is not supported{}", path.display(), printable(found), list_differences(nearest, differences))]
@@ -303,7 +322,12 @@ pub enum Error {
         bytes: Option<u64>,
     },
     /// A run needs more memory than it may use, even if everything that can be moved to files is moved.
-    #[error("the run needs at least {} MiB of memory, but {}", needed.div_ceil(1 << 20), memory_limit(*budget, *available))]
+    #[error(
+        "the run needs at least {} MiB of memory{}, but {}",
+        needed.div_ceil(1 << 20),
+        threads.map(|t| format!(" with {}", counted(t.count, "thread"))).unwrap_or_default(),
+        memory_limit(*budget, *available)
+    )]
     MemoryBudget {
         /// The smallest budget in bytes that suffices.
         needed: u64,
@@ -311,6 +335,8 @@ pub enum Error {
         budget: Option<u64>,
         /// The available memory in bytes, if that is the limit.
         available: Option<u64>,
+        /// The threads, if `needed` depends on their number.
+        threads: Option<ThreadMemory>,
     },
     /// An input tensor has the same name as an output tensor of a different linear.
     #[error("{}: tensor `{tensor}` already has the name of an output tensor of `{module}`", path.display())]

@@ -259,7 +259,7 @@ impl ModelDirectory {
 
 fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
     let broken =
-        |reason: String| Error::Config { path: path.to_owned(), field: CONFIG.into(), reason };
+        |reason: String| Error::Config { path: path.to_owned(), field: CONFIG.into(), reason, remedy: None };
     let real = match root.lookup(CONFIG)? {
         Lookup::File(real) => real,
         Lookup::Absent => return Err(broken("is missing".into())),
