@@ -4,6 +4,7 @@
 //! and [`Error::category`] gives the program's exit code. Messages and remedies [mark](crate::wording) settings and
 //! commands: `‹ignore›`.
 
+mod limits;
 mod remedy;
 mod subject;
 
@@ -11,8 +12,10 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use crate::checkpoint::{HeaderError, printable};
-use crate::system;
 use crate::wording::{Remedy, about_file, counted};
+use limits::{memory_limit, too_large};
+
+pub use limits::ThreadMemory;
 
 /// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -70,23 +73,6 @@ pub struct Indivisible {
     pub columns: usize,
     /// The group size, which does not divide `columns`.
     pub group_size: usize,
-}
-
-/// The memory that the threads of a run need.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct ThreadMemory {
-    /// The number of threads.
-    pub count: usize,
-    /// The memory of each in bytes.
-    pub bytes: u64,
-}
-
-impl ThreadMemory {
-    /// `count` threads that need `bytes` each.
-    pub const fn new(count: usize, bytes: u64) -> Self {
-        Self { count, bytes }
-    }
 }
 
 /// A failure of the pipeline.
@@ -541,14 +527,6 @@ impl Error {
         }
     }
 
-    /// Creates the error for a file of which `needed` bytes were about to be written, when it became too large.
-    pub(crate) fn file_too_large(path: PathBuf, needed: u64) -> Self {
-        let limit = system::file_size_limit();
-        // Only a part of the file may have been about to be written.
-        let is_whole = |needed: &u64| *needed > limit.unwrap_or(1);
-        Self::FileTooLarge { path, needed: Some(needed).filter(is_whole), limit }
-    }
-
     /// Returns the category, which determines the exit code.
     pub fn category(&self) -> Category {
         match self {
@@ -603,21 +581,5 @@ impl Error {
             Self::Cache { block: None, reason } => Self::Cache { block: Some(index), reason },
             other => other,
         }
-    }
-}
-
-fn too_large(needed: Option<u64>, limit: Option<u64>) -> String {
-    let needs = needed.map_or("would grow".to_owned(), |needed| format!("needs {needed} bytes"));
-    match limit {
-        Some(limit) => format!("{needs}, but this process may write at most {limit} bytes to a file"),
-        None => format!("{needs}, but its file system does not allow such large files"),
-    }
-}
-
-fn memory_limit(budget: Option<u64>, available: Option<u64>) -> String {
-    match (budget, available) {
-        (Some(budget), _) => format!("the budget is {} MiB", budget >> 20),
-        (None, Some(available)) => format!("only {} MiB are available", available >> 20),
-        (None, None) => "less memory is available".to_owned(),
     }
 }

@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::path::Path;
 
-use super::{Error, ThreadMemory};
+use super::Error;
 use crate::checkpoint::WEIGHT_FLOATS;
 use crate::format::quant_methods;
 use crate::names::{nearest, nearest_path};
@@ -220,15 +220,6 @@ impl Error {
     }
 }
 
-impl ThreadMemory {
-    /// The largest number of threads with which a run that needs `needed` bytes stays within `limit`, if that is at least
-    /// one.
-    fn that_fit(self, needed: u64, limit: u64) -> Option<u64> {
-        let excess = needed.saturating_sub(limit).div_ceil(self.bytes.max(1));
-        (self.count as u64).checked_sub(excess).filter(|fit| *fit >= 1)
-    }
-}
-
 /// `model.layers.3.mlp.down_proj.weight` → `down_proj`.
 fn suggestion_pattern(tensor: &str) -> String {
     let module = tensor.strip_suffix(".weight").unwrap_or(tensor);
@@ -238,6 +229,7 @@ fn suggestion_pattern(tensor: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ThreadMemory;
 
     #[test]
     fn fewer_threads_are_suggested_only_if_they_suffice() {
