@@ -7,6 +7,7 @@ use std::path::Path;
 use quant_formats::checkpoint::parse_strictly;
 use quant_formats::digest::sha256_hex;
 use quant_formats::scheme::KvScheme;
+use quant_formats::wording::parser_message;
 use quant_formats::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -186,8 +187,10 @@ impl Evaluation {
     pub fn from_value(value: Value, path: &Path) -> Result<Self> {
         let broken = |reason: String| fault(path, reason);
         check_schema(&value, SCHEMA, path)?;
-        let result: Self =
-            serde_json::from_value(value).map_err(|e| broken(format!("is not an evaluation result: {e}")))?;
+        let result: Self = serde_json::from_value(value).map_err(|e| {
+            let message = parser_message(&e.to_string(), "an object");
+            broken(format!("is not an evaluation result: {message}"))
+        })?;
         result.check().map_err(broken)?;
         Ok(result)
     }

@@ -21,6 +21,7 @@ use std::sync::Arc;
 
 use quant_core::model::{Decoder, Head, HeadParts, LogitsTransform};
 use quant_formats::checkpoint::{Dtype, parse_strictly};
+use quant_formats::wording::parser_message;
 use quant_formats::{CancelToken, Error, Observer, Result, system};
 use serde::{Deserialize, Serialize};
 
@@ -123,8 +124,9 @@ impl StoredReference {
             }
             None => return Err(fault("has no field `schema` in its header".into())),
         }
-        let header: Header =
-            serde_json::from_value(header).map_err(|e| fault(format!("has an invalid header: {e}")))?;
+        let header: Header = serde_json::from_value(header).map_err(|e| {
+            fault(format!("has an invalid header: {}", parser_message(&e.to_string(), "an object")))
+        })?;
         let sizes = Sizes::of(&header).ok_or_else(|| fault("has invalid sizes in its header".into()))?;
         if sizes.end != offset {
             return Err(fault(format!(

@@ -4,13 +4,18 @@
 //! and [`Error::category`] gives the program's exit code. Messages and remedies [mark](crate::wording) settings and
 //! commands: `‹ignore›`.
 
+mod limits;
 mod remedy;
 mod subject;
 
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 use crate::checkpoint::{HeaderError, printable};
 use crate::wording::{Remedy, about_file, counted};
+use limits::{memory_limit, too_large};
+
+pub use limits::ThreadMemory;
 
 /// A result with this crate's error.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -190,6 +195,8 @@ pub enum Error {
         field: String,
         /// The reason, as the end of a sentence that begins with the key.
         reason: String,
+        /// What to do, if that is not to correct the file.
+        remedy: Option<Remedy>,
     },
     /// The model's architecture is not supported.
     #[error("{}: architecture `{}` is not supported{}", path.display(), printable(found), list_differences(nearest, differences))]
@@ -301,7 +308,12 @@ pub enum Error {
         bytes: Option<u64>,
     },
     /// A run needs more memory than it may use, even if everything that can be moved to files is moved.
-    #[error("the run needs at least {} MiB of memory, but {}", needed.div_ceil(1 << 20), memory_limit(*budget, *available))]
+    #[error(
+        "the run needs at least {} MiB of memory{}, but {}",
+        needed.div_ceil(1 << 20),
+        threads.map(|t| format!(" with {}", counted(t.count, "thread"))).unwrap_or_default(),
+        memory_limit(*budget, *available)
+    )]
     MemoryBudget {
         /// The smallest budget in bytes that suffices.
         needed: u64,
@@ -309,6 +321,8 @@ pub enum Error {
         budget: Option<u64>,
         /// The available memory in bytes, if that is the limit.
         available: Option<u64>,
+        /// The threads, if `needed` depends on their number.
+        threads: Option<ThreadMemory>,
     },
     /// An input tensor has the same name as an output tensor of a different linear.
     #[error("{}: tensor `{tensor}` already has the name of an output tensor of `{module}`", path.display())]
@@ -347,6 +361,16 @@ pub enum Error {
         needed: u64,
         /// Bytes available; 0 if unknown.
         free: u64,
+    },
+    /// A file would be larger than the process or the file system allows.
+    #[error("{} {}", path.display(), too_large(*needed, *limit))]
+    FileTooLarge {
+        /// The file.
+        path: PathBuf,
+        /// The size of the file in bytes, if known.
+        needed: Option<u64>,
+        /// The limit of the process in bytes; `None` if it is that of the file system.
+        limit: Option<u64>,
     },
     /// Another process works on the same output.
     #[error("{} is being written by another process ({holder})", path.display())]
@@ -494,9 +518,13 @@ impl Error {
         Self::Usage { message: message.into(), remedy: remedy.into() }
     }
 
-    /// Creates an operating-system error on a path.
+    /// Creates an operating-system error on a path. If a file became too large, this is [`Error::FileTooLarge`].
     pub fn io(action: &'static str, path: impl Into<PathBuf>, source: std::io::Error) -> Self {
-        Self::Io { action, path: path.into(), source }
+        let path = path.into();
+        match source.kind() {
+            ErrorKind::FileTooLarge => Self::file_too_large(path, 0),
+            _ => Self::Io { action, path, source },
+        }
     }
 
     /// Returns the category, which determines the exit code.
@@ -533,6 +561,7 @@ impl Error {
             | Self::Memory { .. }
             | Self::MemoryBudget { .. }
             | Self::DiskFull { .. }
+            | Self::FileTooLarge { .. }
             | Self::Locked { .. }
             | Self::Engine(_)
             | Self::Verification { .. } => Category::Environment,
@@ -552,13 +581,5 @@ impl Error {
             Self::Cache { block: None, reason } => Self::Cache { block: Some(index), reason },
             other => other,
         }
-    }
-}
-
-fn memory_limit(budget: Option<u64>, available: Option<u64>) -> String {
-    match (budget, available) {
-        (Some(budget), _) => format!("the budget is {} MiB", budget >> 20),
-        (None, Some(available)) => format!("only {} MiB are available", available >> 20),
-        (None, None) => "less memory is available".to_owned(),
     }
 }

@@ -44,7 +44,7 @@ pub mod wording;
 pub mod worker;
 
 pub use checkpoint::{TensorSink, TensorSource};
-pub use error::{Category, Error, Indivisible, Result};
+pub use error::{Category, Error, Indivisible, Result, ThreadMemory};
 pub use progress::{CancelToken, Event, Observer, Silent, timed};
 
 /// The page's example is compiled.

@@ -1,6 +1,9 @@
-//! Errors for unknown names, with the known name that was probably meant.
+//! Errors for unknown names and for paths that do not exist, with the name that was probably meant.
+
+use std::path::{Component, Path};
 
 use crate::Error;
+use crate::checkpoint::printable;
 
 /// The shortest name for which a longer name that contains it is suggested.
 const MIN_PART: usize = 3;
@@ -35,6 +38,39 @@ pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
         let related = all.iter().find(|(lower, _)| contains(lower, &name) || contains(&name, lower));
         related.map(|(_, known)| *known)
     })
+}
+
+/// The most entries of a directory with which a name is compared.
+const MAX_ENTRIES: usize = 4096;
+
+/// Returns the existing path that was probably meant by one that does not exist, for a message: a path that differs in
+/// one component, and little. Of each path, at most one directory is read, and only if it has at most 4096 entries.
+pub fn nearest_path(path: &Path) -> Option<String> {
+    if path.exists() {
+        return None;
+    }
+    let directory = path.ancestors().skip(1).find(|above| above.as_os_str().is_empty() || above.is_dir())?;
+    let mut rest = path.strip_prefix(directory).ok()?.components();
+    let Some(Component::Normal(name)) = rest.next() else { return None };
+    let name = name.to_str()?;
+    let listed = if directory.as_os_str().is_empty() { Path::new(".") } else { directory };
+    let entries: Vec<_> = std::fs::read_dir(listed).ok()?.take(MAX_ENTRIES + 1).collect();
+    if entries.len() > MAX_ENTRIES {
+        return None;
+    }
+    let entries = entries.into_iter().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let mut entries: Vec<String> =
+        entries.filter(|entry| entry.starts_with('.') == name.starts_with('.')).collect();
+    entries.sort();
+    let near = nearest(name, entries.iter().map(String::as_str))?;
+    let [near_lower, lower] = [near, name].map(str::to_lowercase);
+    let is_part = near_lower.contains(&lower) || lower.contains(&near_lower);
+    if !is_part && strsim::osa_distance(&near_lower, &lower) > 1 + lower.chars().count() / 4 {
+        return None;
+    }
+    let meant = directory.join(near).join(rest.as_path());
+    let meant = if rest.as_path().as_os_str().is_empty() { directory.join(near) } else { meant };
+    meant.exists().then(|| printable(&meant.display().to_string()))
 }
 
 /// Returns the remedy for an unknown name: the nearest known name, if there is one, and then `listed`.
@@ -72,6 +108,41 @@ mod tests {
         assert_eq!(nearest("alpha", []), None);
         assert_eq!(suggestion("alpa", "its keys are …", &known), "did you mean alpha? its keys are …");
         assert_eq!(suggestion("seed", "its keys are …", &known), "its keys are …");
+    }
+
+    #[test]
+    fn the_nearest_path_is_suggested() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |path: &str| directory.path().join(path);
+        for path in ["models/small", "models/large", "texts", ".cache", "b\u{1b}[31mad"] {
+            std::fs::create_dir_all(at(path)).unwrap();
+        }
+        std::fs::write(at("texts/stories.txt"), "").unwrap();
+        let shown = |path: &str| Some(at(path).display().to_string());
+        for (given, meant) in [
+            ("model/small", shown("models/small")),
+            ("models/smal", shown("models/small")),
+            ("models/Large", shown("models/large")),
+            ("texts/story.txt", shown("texts/stories.txt")),
+            ("texts/stories", shown("texts/stories.txt")),
+            ("cache", None),
+            ("b[31mad", shown("b\\u{1b}[31mad")),
+            ("models/../tex", shown("models/../texts")),
+            // These differ in two components, by too much, or not at all.
+            ("model/smal", None),
+            ("models/tiny", None),
+            ("texts/other.txt", None),
+            ("models/small", None),
+            ("texts/stories.txt/part", None),
+        ] {
+            assert_eq!(nearest_path(&at(given)), meant, "{given}");
+        }
+        assert_eq!(nearest_path(Path::new("Cargo.tml")).as_deref(), Some("Cargo.toml"));
+        assert_eq!(nearest_path(Path::new("")), None);
+        for i in 0..MAX_ENTRIES {
+            std::fs::write(at("models").join(i.to_string()), "").unwrap();
+        }
+        assert_eq!(nearest_path(&at("models/smal")), None);
     }
 
     #[test]

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, OFlags, RenameFlags};
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
 /// Reads bytes at an offset, without using the file's cursor. May read fewer bytes than the buffer holds.
 ///
@@ -152,6 +153,11 @@ pub fn free_bytes(path: &Path) -> io::Result<Option<u64>> {
     let stat = rustix::fs::statvfs(path)?;
     // Some network file systems report nothing.
     Ok((stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize)))
+}
+
+/// Returns the size in bytes to which this process may extend files; `None` if there is no limit.
+pub fn file_size_limit() -> Option<u64> {
+    getrlimit(Resource::Fsize).current
 }
 
 /// Hints to the system to drop cached pages of a file, so that the next read comes from the disk.

@@ -178,6 +178,66 @@ pub fn about_file(path: &Path, line: Option<usize>, reason: &str) -> String {
     }
 }
 
+/// What the names of Rust's types mean in the messages of parsers.
+const RUST_TYPES: [(&str, &str); 18] = [
+    ("usize", "an integer of at least 0"),
+    ("u8", "an integer from 0 to 255"),
+    ("u16", "an integer from 0 to 65535"),
+    ("u32", "an integer from 0 to 4294967295"),
+    ("u64", "an integer of at least 0"),
+    ("u128", "an integer of at least 0"),
+    ("isize", "an integer"),
+    ("i8", "an integer from -128 to 127"),
+    ("i16", "an integer from -32768 to 32767"),
+    ("i32", "an integer from -2147483648 to 2147483647"),
+    ("i64", "an integer"),
+    ("i128", "an integer"),
+    ("f32", "a number"),
+    ("f64", "a number"),
+    ("a sequence", "a list"),
+    ("unit", "null"),
+    ("variant identifier", "a name"),
+    ("field identifier", "a name"),
+];
+
+/// Returns a parser's message with plain words for the names of Rust's types. `object` is what the format calls an
+/// object with named values.
+///
+/// ```
+/// use quant_formats::wording::parser_message;
+///
+/// let message = r#"invalid type: string "a", expected usize at line 1 column 3"#;
+/// let plain = r#"invalid type: string "a", expected an integer of at least 0 at line 1 column 3"#;
+/// assert_eq!(parser_message(message, "a table"), plain);
+/// assert_eq!(parser_message("expected struct Entry", "a table"), "expected a table");
+/// ```
+pub fn parser_message(message: &str, object: &str) -> String {
+    const EXPECTED: &str = "expected ";
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let tail = |rest: &'_ str, known: &str| {
+        let tail = rest.strip_prefix(known)?;
+        (!tail.starts_with(is_name)).then(|| rest.len() - tail.len())
+    };
+    let (mut plain, mut rest) = (String::with_capacity(message.len()), message);
+    while let Some(at) = rest.find(EXPECTED) {
+        let (before, after) = rest.split_at(at + EXPECTED.len());
+        plain.push_str(before);
+        rest = after;
+        let known = RUST_TYPES.iter().find_map(|(name, words)| Some((tail(rest, name)?, *words)));
+        let of_map = tail(rest, "a map").map(|len| (len, object));
+        let of_own = ["struct ", "tuple struct ", "enum "].into_iter().find_map(|kind| {
+            let name = rest.strip_prefix(kind)?;
+            let name = name.trim_start_matches(is_name);
+            Some((rest.len() - name.len(), if kind == "enum " { "a name" } else { object }))
+        });
+        if let Some((len, words)) = known.or(of_map).or(of_own) {
+            plain.push_str(words);
+            rest = &rest[len..];
+        }
+    }
+    plain + rest
+}
+
 fn one(marked: &str) -> Option<Part<'_>> {
     let end = marked.find(|c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_'));
     let (name, tail) = marked.split_at(end.unwrap_or(marked.len()));
@@ -299,6 +359,62 @@ mod tests {
             ("‹gate(RESULT…, baseline=FILE, update)›", "`quant gate RESULT… --baseline FILE --update`"),
         ] {
             assert_eq!(worded(text, &CommandLine), out);
+        }
+    }
+
+    #[test]
+    fn messages_of_parsers_name_no_types_of_rust() {
+        for (message, plain) in [
+            ("invalid value: integer `-1`, expected u32", "expected an integer from 0 to 4294967295"),
+            ("invalid type: map, expected f64", "map, expected a number"),
+            (
+                "invalid type: sequence, expected struct File with 3 elements",
+                "expected a table with 3 elements",
+            ),
+            ("expected u64 or a sequence, expected a sequence", "expected an integer of at least 0 or"),
+            ("expected a map at line 1", "expected a table at line 1"),
+            ("unknown variant `x`, expected one of `u8`, `u16`", "expected one of `u8`, `u16`"),
+            ("expected u8_like, expected usizes, expected a maple", "usizes, expected a maple"),
+            ("expected `u8`", "expected `u8`"),
+            ("expected enum Against", "expected a name"),
+            ("expected ", "expected "),
+        ] {
+            let found = parser_message(message, "a table");
+            assert!(found.contains(plain), "{message}: {found}");
+        }
+    }
+
+    /// These are the words of serde, which the table must know.
+    #[test]
+    fn names_of_types_are_those_of_serde() {
+        fn message<T: serde::de::DeserializeOwned>() -> String {
+            serde_json::from_str::<T>("[[]]").err().map(|e| e.to_string()).unwrap_or_default()
+        }
+        #[derive(serde::Deserialize)]
+        struct Entry {
+            #[allow(dead_code)]
+            size: usize,
+        }
+        for message in [
+            message::<usize>(),
+            message::<u8>(),
+            message::<u16>(),
+            message::<u32>(),
+            message::<u64>(),
+            message::<isize>(),
+            message::<i8>(),
+            message::<i16>(),
+            message::<i32>(),
+            message::<i64>(),
+            message::<f32>(),
+            message::<f64>(),
+            message::<Vec<Entry>>(),
+            message::<()>(),
+        ] {
+            let plain = parser_message(&message, "an object");
+            assert_ne!(plain, message);
+            let expected = plain.split("expected ").nth(1).unwrap();
+            assert!(["a number", "null", "an "].iter().any(|word| expected.starts_with(word)), "{plain}");
         }
     }
 

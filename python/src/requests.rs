@@ -14,6 +14,7 @@ use quant_core::calibrate::corpus_of_rows;
 use quant_core::pipeline::QuantReport;
 use quant_core::recipe::{Extensions, Recipe};
 use quant_core::run::{MemoryBudget, QuantizeRequest, RecipeSettings, Text, open};
+use quant_core::wording::parser_message;
 use quant_core::{Error, Result};
 use quant_evaluator::report::quantization_page;
 use serde::Deserialize;
@@ -25,7 +26,7 @@ use crate::wording::Keywords;
 pub fn parse<T: DeserializeOwned>(request: &str) -> Result<T> {
     serde_json::from_str(request).map_err(|e| {
         Error::usage(
-            format!("the request is invalid: {e}"),
+            format!("the request is invalid: {}", parser_message(&e.to_string(), "a dictionary")),
             "check the arguments against the signature of the function",
         )
     })

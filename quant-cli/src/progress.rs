@@ -1,5 +1,7 @@
 //! Progress on stderr: on a terminal a bar with elapsed and remaining time, elsewhere a line at intervals.
 
+mod share;
+
 use std::fmt::Write;
 use std::io::IsTerminal;
 use std::sync::{Arc, Mutex};
@@ -9,10 +11,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use quant_core::checkpoint::printable_lines;
 use quant_core::{Event, Observer};
 
+use self::share::{Share, Steps};
 use crate::output::{duration, print_message};
 
 /// Without a terminal, a line is printed at most this often.
 const LINE_INTERVAL: Duration = Duration::from_secs(10);
+/// The width of the bar in characters.
+const WIDTH: usize = 30;
 
 /// Shows the events of a run.
 pub struct Progress {
@@ -34,10 +39,13 @@ struct Stage {
     name: &'static str,
     unit: &'static str,
     timing: Timing,
+    steps: Steps,
+    /// The share of the current unit.
+    share: Share,
     last_line: Instant,
     bar: Option<ProgressBar>,
-    /// A copy of `timing` that the bar's thread reads to show the remaining time.
-    shown: Arc<Mutex<Timing>>,
+    /// A copy of `timing` and `share`, from which the bar's thread draws the bar and the remaining time.
+    shown: Arc<Mutex<(Timing, Share)>>,
     rate: Option<u64>,
     step: &'static str,
     detail: String,
@@ -78,6 +86,17 @@ impl Timing {
     /// Returns the number of units that the bar shows as done.
     fn shown(&self) -> u64 {
         self.done.max(self.resumed.0).min(self.units)
+    }
+
+    /// Returns the filled fraction of the bar; `share` is the share of the current unit.
+    fn fraction(&self, share: &Share) -> f64 {
+        let within = if self.done < self.resumed.0 { 0.0 } else { share.now() };
+        ((self.shown() as f64 + within) / self.units.max(1) as f64).min(1.0)
+    }
+
+    /// Returns the estimated seconds of a unit.
+    fn unit_seconds(&self) -> Option<f64> {
+        self.expected.map(|all| all / self.units.max(1) as f64)
     }
 
     /// Returns the remaining seconds: before this run's first unit from the expected time, then from the units that
@@ -173,8 +192,12 @@ impl Progress {
             }
             Event::StepStarted { step } => {
                 if let Some(stage) = self.lock().as_mut() {
-                    stage.step = step;
-                    stage.draw();
+                    stage.begin(step);
+                }
+            }
+            Event::StepDone { elapsed, .. } => {
+                if let Some(stage) = self.lock().as_mut() {
+                    stage.steps.end(*elapsed);
                 }
             }
             Event::StageDone => {
@@ -237,14 +260,24 @@ impl Observer for Rated<'_> {
 
 impl Stage {
     fn new(name: &'static str, unit: &'static str, timing: Timing, mode: &Mode, rate: Option<u64>) -> Self {
-        let shown = Arc::new(Mutex::new(timing));
+        let share = Share::none();
+        let shown = Arc::new(Mutex::new((timing, share)));
         let bar = matches!(mode, Mode::Bar).then(|| bar(name, timing.units, shown.clone()));
-        let (last_line, detail) = (timing.last, String::new());
-        Self { name, unit, timing, last_line, bar, shown, rate, step: "", detail }
+        let (steps, last_line, detail) = (Steps::default(), timing.last, String::new());
+        Self { name, unit, timing, steps, share, last_line, bar, shown, rate, step: "", detail }
+    }
+
+    fn begin(&mut self, step: &'static str) {
+        if self.timing.done >= self.timing.resumed.0 {
+            self.share = self.steps.begin(step, self.share, self.timing.unit_seconds());
+        }
+        self.step = step;
+        self.draw();
     }
 
     fn advance(&mut self, detail: &str, mode: &Mode) {
         self.timing.advance();
+        self.share = self.steps.unit_done(self.timing.done > self.timing.resumed.0);
         // The number of a block is shown already.
         let detail = if detail.starts_with(self.unit) { "" } else { detail };
         self.detail = printable_lines(detail).to_string();
@@ -268,7 +301,7 @@ impl Stage {
     /// Updates the bar and the text next to it.
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
-        *self.shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = self.timing;
+        *self.shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = (self.timing, self.share);
         bar.set_position(self.timing.shown());
         bar.set_message(self.message());
     }
@@ -288,10 +321,25 @@ impl Stage {
     }
 }
 
-fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressBar {
+/// Draws a bar of which a fraction is filled.
+fn drawn(fraction: f64) -> String {
+    let full = ((fraction * WIDTH as f64) as usize).min(WIDTH);
+    let head = if fraction > 0.0 && full < WIDTH { ">" } else { "" };
+    format!("{:WIDTH$}", "=".repeat(full) + head)
+}
+
+fn bar(stage: &'static str, units: u64, shown: Arc<Mutex<(Timing, Share)>>) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(units), ProgressDrawTarget::stderr());
+    let read = move || *shown.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let filled = {
+        let read = read.clone();
+        move |_: &ProgressState, text: &mut dyn Write| {
+            let (timing, share) = read();
+            let _ = text.write_str(&drawn(timing.fraction(&share)));
+        }
+    };
     let left = move |_: &ProgressState, text: &mut dyn Write| {
-        let timing = *timing.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let (timing, _) = read();
         // A last unit that takes longer than the others would be said to need no time.
         let _ = match timing.left().filter(|left| *left >= 1.0) {
             Some(left) => {
@@ -300,10 +348,10 @@ fn bar(stage: &'static str, units: u64, timing: Arc<Mutex<Timing>>) -> ProgressB
             None => Ok(()),
         };
     };
-    let style = ProgressStyle::with_template("{prefix:>9} [{bar:30}] {pos}/{len} {elapsed}{left}  {msg}")
+    let style = ProgressStyle::with_template("{prefix:>9} [{filled}] {pos}/{len} {elapsed}{left}  {msg}")
         .unwrap_or_else(|_| ProgressStyle::default_bar())
-        .with_key("left", left)
-        .progress_chars("=> ");
+        .with_key("filled", filled)
+        .with_key("left", left);
     bar.set_style(style);
     bar.set_prefix(stage);
     // A steady tick needs a thread. Without one, the bar moves only when units are done.
@@ -370,6 +418,47 @@ mod tests {
         let mut tensors = stage("tensor");
         tensors.advance("blk.0.ffn_up.weight", &Mode::Quiet);
         assert_eq!(tensors.message(), "blk.0.ffn_up.weight");
+    }
+
+    #[test]
+    fn the_bar_moves_within_units_and_never_back() {
+        let mut stage = Stage::new("quantize", "block", Timing::new(4, Some(40.0)), &Mode::Quiet, None);
+        let fraction = |stage: &Stage| stage.timing.fraction(&stage.share);
+        // The first two blocks are those of an earlier run.
+        stage.timing.resumed.0 = 2;
+        for _ in 0..2 {
+            stage.begin("read");
+            stage.steps.end(Duration::from_millis(1));
+            assert_eq!(fraction(&stage), 0.5);
+            stage.advance("block", &Mode::Quiet);
+        }
+        let mut last = 0.5;
+        let mut moved = 0;
+        for _ in 0..2 {
+            for step in ["read", "awq", "write"] {
+                stage.begin(step);
+                for _ in 0..5 {
+                    std::thread::sleep(Duration::from_millis(2));
+                    let now = fraction(&stage);
+                    assert!(now >= last && now <= 1.0, "{now} after {last}");
+                    moved += usize::from(now > last);
+                    last = now;
+                }
+                stage.steps.end(Duration::from_millis(20));
+            }
+            stage.advance("block", &Mode::Quiet);
+        }
+        assert!(moved >= 12, "{moved}");
+        assert_eq!(fraction(&stage), 1.0);
+    }
+
+    #[test]
+    fn bars_are_filled_in_proportion() {
+        for (fraction, full, head) in
+            [(0.0, 0, ""), (0.01, 0, ">"), (0.5, 15, ">"), (0.999, 29, ">"), (1.0, 30, "")]
+        {
+            assert_eq!(drawn(fraction), format!("{:30}", "=".repeat(full) + head), "{fraction}");
+        }
     }
 
     #[test]

@@ -56,6 +56,6 @@ pub mod units;
 pub mod worker;
 
 pub use quant_formats::{
-    CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, allocate,
-    blocks, checkpoint, digest, format, names, random, scheme, vector, wording,
+    CancelToken, Category, Error, Event, Observer, Result, Silent, TensorSink, TensorSource, ThreadMemory,
+    allocate, blocks, checkpoint, digest, format, names, random, scheme, vector, wording,
 };

@@ -2,7 +2,7 @@
 
 Every page is made from results whose numbers are known, and opened as a file without scripts: light and dark, in a wide
 window and on a phone. The check examines what the browser rendered: the contents, that names that look like markup are
-escaped, that nothing overflows or overlaps, and that all text has enough contrast. check.py runs these as its `page`
+escaped, that names break only after separators, that nothing overflows or overlaps, and that all text has enough contrast. check.py runs these as its `page`
 checks.
 """
 
@@ -12,7 +12,7 @@ import shutil
 
 from playwright.sync_api import sync_playwright
 
-VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
+VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 700, 390)]
 # WCAG 2.2, 1.4.3: contrast of text to its background.
 CONTRAST = 4.5
 # A name that would be markup if it were not escaped.
@@ -80,6 +80,11 @@ LOOK = """() => {
         crossed: crossed(labels),
       };
     }),
+    split: all('td.names').flatMap((e) => [...e.childNodes]).filter((n) => {
+      const range = document.createRange();
+      range.selectNodeContents(n);
+      return n.nodeType === 3 && !n.textContent.includes(' ') && range.getClientRects().length > 1;
+    }).map((n) => n.textContent),
     clipped: all('.wide').filter((e) => e.querySelector('svg, .cards') && e.scrollWidth > e.clientWidth + 1)
       .map((e) => (e.querySelector('svg title') || e.querySelector('th')).textContent),
     sideways: document.documentElement.scrollWidth - window.innerWidth,
@@ -106,6 +111,7 @@ def look(browser, file, scheme, width):
         wrong.append("markup in a name became markup")
     if found["sideways"] > 0:
         wrong.append(f"overflows horizontally by {found['sideways']} pixels")
+    wrong += [f"line break inside {part}" for part in found["split"][:3]]
     wrong += [f"wider than the page: {name}" for name in found["clipped"]]
     if (found["paper"] > 0.5) != (scheme == "light"):
         wrong.append(f"background with luminance {found['paper']:.2f}")

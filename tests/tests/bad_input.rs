@@ -327,6 +327,15 @@ fn configuration() {
             &["`num_key_value_heads` is 2"],
         ),
         (
+            "an unknown type of RoPE scaling",
+            |m| edit_config(m, &json!({ "rope_scaling": { "rope_type": "yarm", "factor": 4.0 } })),
+            &[
+                CONFIG,
+                "`rope_scaling.rope_type` is `yarm`, which is not supported\n  did you mean yarn? supported values of \
+                 `rope_scaling.rope_type`: default, linear, dynamic, llama3, yarn, longrope, proportional",
+            ],
+        ),
+        (
             "an unknown architecture",
             |m| edit_config(m, &json!({ "architectures": ["MambaForCausalLM"] })),
             &[CONFIG, "`MambaForCausalLM`", "LlamaForCausalLM"],

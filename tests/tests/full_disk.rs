@@ -130,6 +130,67 @@ fn a_limit_on_file_sizes() {
     limited.args(["-c", "ulimit -f 1000 && exec \"$@\"", "sh"]).arg(program());
     limited.args(quantize(&demo_model(), &out, &[&RTN[..], &["--force"]].concat()));
     let run = Running::start(limited).wait();
-    check_message("limited", &run, 5, &["old.job/out/model.safetensors", "File too large"]);
+    let phrases = ["old.job/out/model.safetensors needs ", "at most 512000 bytes to a file", "ulimit -f"];
+    check_message("limited", &run, 5, &phrases);
     assert_eq!(hashes(&out), before);
+}
+
+const GGUF: [&str; 8] =
+    ["--format", "gguf", "--calibration", "builtin", "--samples", "4", "--seq-len", "128"];
+
+/// The space of a GGUF file is reserved at the start. What fills the disk later are the records of the journal.
+#[test]
+fn a_disk_that_fills_up_while_a_gguf_file_is_written() {
+    if !can_mount() {
+        return skip("no file system can be mounted here");
+    }
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    write_cut_demo_model(&model, 3);
+    let undisturbed = scratch.path().join("undisturbed.gguf");
+    quant(quantize(&model, &undisturbed, &GGUF)).succeeded();
+
+    let point = tempfile::tempdir().unwrap();
+    let disk = small_disk(point.path(), 32 << 20);
+    let out = disk.path().join("out.gguf");
+    let mut run = Running::start(command(quantize(&model, &out, &GGUF)));
+    let journal = job_of(&out).join("journal.jsonl");
+    let begun = || std::fs::read_to_string(&journal).is_ok_and(|j| j.contains("\"tensor\":\"blk.0."));
+    assert!(run.wait_until(begun), "{}", run.wait());
+    run.signal(Signal::STOP);
+    let filler = disk.fill();
+    run.signal(Signal::CONT);
+    let run = run.wait();
+    let phrases = [&journal.display().to_string(), " needs ", " bytes, but only 0 are free"];
+    check_message("filled up", &run, 5, &phrases);
+    assert!(!out.exists());
+
+    let resumed = [&GGUF[..], &["--resume"]].concat();
+    let run = quant(quantize(&model, &out, &resumed));
+    check_message("still full", &run, 5, &["are free"]);
+    assert!(!out.exists());
+
+    std::fs::remove_file(filler).unwrap();
+    let run = quant(quantize(&model, &out, &resumed)).succeeded();
+    assert!(run.stderr.contains("resumed: "), "{run}");
+    assert_eq!(std::fs::read(&out).unwrap(), std::fs::read(&undisturbed).unwrap());
+    assert!(!job_of(&out).exists());
+}
+
+#[test]
+fn a_limit_on_the_size_of_a_gguf_file() {
+    let scratch = tempfile::tempdir().unwrap();
+    let [model, out, undisturbed] =
+        ["model", "out.gguf", "undisturbed.gguf"].map(|name| scratch.path().join(name));
+    write_cut_demo_model(&model, 1);
+    quant(quantize(&model, &undisturbed, &GGUF)).succeeded();
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -f 1000 && exec \"$@\"", "sh"]).arg(program());
+    limited.args(quantize(&model, &out, &GGUF));
+    let run = Running::start(limited).wait();
+    let phrases = ["out.gguf needs ", "at most 512000 bytes to a file", "ulimit -f", "--split-max-size"];
+    check_message("limited", &run, 5, &phrases);
+    assert!(!out.exists());
+    quant(quantize(&model, &out, &[&GGUF[..], &["--resume"]].concat())).succeeded();
+    assert_eq!(std::fs::read(&out).unwrap(), std::fs::read(&undisturbed).unwrap());
 }

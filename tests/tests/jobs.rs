@@ -89,6 +89,9 @@ fn workers_share_a_job() {
     check_message("early", &early, 5, &["forward/0/0", "run the same command again"]);
     check_message("early merge", &bench.merge(&[]), 5, &["not finished", "quant job run STORE"]);
     assert!(!bench.at("out").exists());
+    let one = bench.run(&["--unit", "forward/0/0"]).succeeded();
+    assert!(one.stderr.contains("unit forward/0/0 (1 of 1): computing"), "{one}");
+    assert!(one.stdout.starts_with("1 unit computed, 0 existed already"), "{one}");
     for phase in ["forward", "blocks"] {
         let start =
             |shard: &str| Running::start(command(bench.run_arguments(&["--phase", phase, "--shard", shard])));
@@ -98,6 +101,10 @@ fn workers_share_a_job() {
     let status = quant(args!["job", "status", bench.at("store"), "--json"]).json();
     assert_eq!((&status["done"], &status["total"]), (&8.into(), &8.into()), "{status}");
     assert_eq!(status["temporary_files"], 0);
+    let again = bench.run(&[]).succeeded();
+    assert!(again.stderr.contains("unit forward/0/0 (1 of 8): the result exists already"), "{again}");
+    assert!(!again.stderr.contains("computing"), "{again}");
+    assert!(again.stdout.starts_with("0 units computed, 8 existed already"), "{again}");
     let again = bench.run(&["--json"]).json();
     assert!(again["units"].as_array().unwrap().iter().all(|unit| unit["computed"] == false), "{again}");
     let merged = bench.merge(&[]).succeeded();
@@ -234,7 +241,7 @@ fn exit_codes_tell_schedulers_what_to_do() {
     std::fs::write(&path, bytes).unwrap();
     case("damaged", &bench.merge(&[]), 5, &["hash", "compute it again"]);
     let again = bench.run(&[]).succeeded();
-    assert!(again.stdout.starts_with("1 units computed, 3 existed"), "{again}");
+    assert!(again.stdout.starts_with("1 unit computed, 3 existed"), "{again}");
     let merged = bench.merge(&["--resume"]).succeeded();
     assert!(merged.stdout.contains("\nnext, measure the accuracy loss: quant eval "), "{merged}");
     bench.assert_same(&rtn);

@@ -22,6 +22,7 @@ mod generate;
 mod gguf;
 mod gguf_awq;
 mod gguf_code_books;
+mod gguf_description;
 mod gguf_experts;
 mod gguf_floats;
 mod gguf_plan;

@@ -117,6 +117,19 @@ fn a_budget_that_is_too_small_is_refused_with_one_that_suffices() {
     let refused = bench.run("out", &["--memory-budget", &format!("{less}MiB")]);
     check_message("one MiB less", &refused, 5, &[&suggested]);
     bench.run("out", &["--memory-budget", &suggested]).succeeded();
+
+    let with = |threads: &str, budget: &str| {
+        bench.run("out", &["--force", "--threads", threads, "--memory-budget", budget])
+    };
+    let refused = with("6", "1MiB");
+    let needed = refused.stderr.split_once("needs at least ").and_then(|(_, rest)| rest.split_once(" MiB"));
+    let needed: u64 = needed.unwrap_or_else(|| panic!("{refused}")).0.parse().unwrap();
+    assert!(!refused.stderr.contains("set --threads"), "{refused}");
+    let less = format!("{}MiB", needed - 1);
+    let expected =
+        [&*format!("{needed} MiB of memory with 6 threads"), "set --threads 5 or less, set --memory-budget"];
+    check_message("6 threads", &with("6", &less), 5, &expected);
+    with("5", &less).succeeded();
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use quant_tests::models::{TinyLlama, write_cut_demo_model};
-use quant_tests::program::{Run, quant};
+use quant_tests::program::{Run, Running, command, quant};
 use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 use tempfile::TempDir;
@@ -283,4 +283,39 @@ fn next_steps() {
     let row = compared.stdout.lines().find(|line| line.starts_with("q.gguf ")).unwrap();
     assert!(row.contains("Q4_K (") && row.contains("Q6_K (") && row.contains(" 4 to 6 "), "{row}");
     assert!(compared.stdout.contains("(code bits: bits per quantized weight without scales"), "{compared}");
+}
+
+/// A path with a typo gives the path that exists.
+#[test]
+fn misspelled_paths() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    TinyLlama::default().write(&at("models/tiny"));
+    std::fs::write(at("stories.txt"), "once upon a time ".repeat(100)).unwrap();
+    std::fs::write(at("mine.toml"), "[quantize]\nscheme = \"w4a16\"\n").unwrap();
+    std::fs::create_dir(at("bad\u{1b}[31m\u{202e}")).unwrap();
+    let model = at("models/tiny");
+    let meant = |name: &str| format!("\n  did you mean {}? ", at(name).display());
+    let out = at("out");
+    for (case, arguments, code, name) in [
+        ("a model", args!["plan", at("models/tyni")], 4, "models/tiny"),
+        ("its folder", args!["inspect", at("model/tiny")], 4, "models/tiny"),
+        ("a GGUF file", args!["quantize", at("storis.txt/x.gguf"), "-o", &out], 4, ""),
+        ("a text", args!["eval", &model, "--text", at("story.txt")], 4, "stories.txt"),
+        ("a recipe", args!["plan", &model, "--recipe", at("mine.tml")], 2, "mine.toml"),
+        ("a result", args!["compare", at("stories.tx"), at("stories.txt")], 4, "stories.txt"),
+        ("an unprintable name", args!["plan", at("bad[31m")], 4, "bad\\u{1b}[31m\\u{202e}"),
+    ] {
+        let run = quant(arguments);
+        let expected = if name.is_empty() { String::new() } else { meant(name) };
+        check_message(case, &run, code, &[&expected]);
+        assert_eq!(run.stderr.contains("did you mean"), !name.is_empty(), "{case}: {run}");
+        assert!(!run.stderr.contains(['\u{1b}', '\u{202e}']), "{case}: {run}");
+    }
+    // A relative path with one directory could also be the name of a model of a hub.
+    let mut relative = command(args!["plan", "models/tyni"]);
+    relative.current_dir(scratch.path());
+    let run = Running::start(relative).wait();
+    check_message("a relative path", &run, 2, &["no such directory", "did you mean models/tiny? "]);
+    assert!(!out.exists());
 }

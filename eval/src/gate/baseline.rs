@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use quant_formats::digest::sha256_hex;
+use quant_formats::wording::parser_message;
 use quant_formats::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -63,8 +64,9 @@ impl Baseline {
         };
         let value = read_json(path, "a baseline").map_err(|e| with_remedy(e, &fault))?;
         check_schema(&value, SCHEMA, path).map_err(|e| with_remedy(e, &fault))?;
-        let file: File =
-            serde_json::from_value(value).map_err(|e| fault(format!("is not a baseline: {e}")))?;
+        let file: File = serde_json::from_value(value).map_err(|e| {
+            fault(format!("is not a baseline: {}", parser_message(&e.to_string(), "an object")))
+        })?;
         if file.results.is_empty() {
             return Err(fault("contains no results".into()));
         }

@@ -21,6 +21,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use quant_formats::digest::sha256_hex;
+use quant_formats::wording::parser_message;
 use quant_formats::{Error, Result};
 use serde::{Deserialize, Serialize};
 use toml::Spanned;
@@ -179,8 +180,10 @@ impl Policy {
         let line =
             |span: Range<usize>| text.get(..span.start).map_or(1, |before| 1 + before.matches('\n').count());
         let fault = |line, reason: String| fault(path, line, reason);
-        let file: File = toml::from_str(text)
-            .map_err(|e| fault(e.span().map(line), format!("is not a policy: {}", e.message().trim_end())))?;
+        let file: File = toml::from_str(text).map_err(|e| {
+            let message = parser_message(e.message().trim_end(), "a table");
+            fault(e.span().map(line), format!("is not a policy: {message}"))
+        })?;
         if file.schema.get_ref() != SCHEMA {
             let reason = format!(
                 "has the schema `{}`; this version reads `{SCHEMA}`",

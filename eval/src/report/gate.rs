@@ -2,7 +2,7 @@
 
 use maud::{Markup, html};
 
-use super::{page, pareto, row, tile, tool};
+use super::{breakable, page, pareto, row, tile, tool};
 use crate::Evaluation;
 use crate::gate::{Baseline, Outcome};
 
@@ -30,9 +30,9 @@ pub fn gate_page(outcome: &Outcome, results: &[(String, Evaluation)], baseline: 
             tr { th { "result" } th.name { "verdict" } th.text { "check" } th.text { "measured" } th.text { "allowed" } th.text { "windows" } }
             @for check in &outcome.checks {
                 tr {
-                    td.text { (check.result) }
+                    td.text.names { (breakable(&check.result)) }
                     td class=(format!("name {}", check.verdict.name())) { (check.verdict.name()) }
-                    td.text data-label="check" { (check.name) }
+                    td.text.names data-label="check" { (breakable(&check.name)) }
                     td.text data-label="measured" { (check.measured) }
                     td.text data-label="allowed" { (check.allowed) }
                     td.text data-label="windows" {

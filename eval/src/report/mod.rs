@@ -59,7 +59,20 @@ fn tile(name: &str, value: &str, note: &str) -> Markup {
 }
 
 fn row(name: &str, value: &str) -> Markup {
-    html! { tr { td { (name) } td.hash { (value) } } }
+    html! { tr { td { (name) } td.hash { (breakable(value)) } } }
+}
+
+/// A name or path that may continue on the next line after a separator. Browsers do not break lines there by themselves.
+fn breakable(name: &str) -> Markup {
+    let (mut parts, mut start) = (Vec::new(), 0);
+    for (at, separator) in name.match_indices(['.', '_', '-', '/', ':']) {
+        let end = at + separator.len();
+        if name[end..].starts_with(char::is_alphanumeric) {
+            parts.push(&name[start..end]);
+            start = end;
+        }
+    }
+    html! { @for part in parts { (part) wbr; } (&name[start..]) }
 }
 
 fn tool(tool: &Tool) -> String {
@@ -190,5 +203,23 @@ pub fn schemes(model: &ModelIdentity) -> String {
     match model.kv_cache {
         Some(kv) => format!("{text}, KV cache {kv}"),
         None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_break_after_separators() {
+        for (name, shown) in [
+            ("model.layers.0.self_attn", "model.<wbr>layers.<wbr>0.<wbr>self_<wbr>attn"),
+            ("/tmp/<b>-ä", "/<wbr>tmp/&lt;b&gt;-<wbr>ä"),
+            ("a._b...", "a._<wbr>b..."),
+            ("w4a16", "w4a16"),
+            ("", ""),
+        ] {
+            assert_eq!(breakable(name).into_string(), shown);
+        }
     }
 }

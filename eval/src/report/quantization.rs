@@ -11,7 +11,7 @@ use quant_core::transform::ChannelOutlier;
 
 use super::bits::{LinearCell, bit_map};
 use super::svg::{self, Series};
-use super::{bytes, page, tile};
+use super::{breakable, bytes, page, tile};
 
 pub(super) fn in_one_line(report: &QuantReport, schemes: &str) -> String {
     format!(
@@ -53,7 +53,7 @@ pub(super) fn tensor_errors(report: &QuantReport, shown: usize) -> Markup {
             }
             @for t in worst.iter().take(shown) {
                 tr {
-                    td.text { (t.tensor) }
+                    td.text.names { (breakable(&t.tensor)) }
                     td { (t.scheme.as_deref().unwrap_or("")) }
                     td { (format!("{:.2}", error(t))) }
                     td { (t.weight_error.and_then(|e| e.sqnr_db).map_or("∞".to_owned(), |db| format!("{db:.1}"))) }
@@ -160,7 +160,7 @@ fn few_tokens(report: &QuantReport) -> Option<Markup> {
         div.wide { table.cards {
             tr { th { "expert" } th { "tokens" } }
             @for expert in &few.experts {
-                tr { td.text { (expert.module) } td { (expert.tokens) } }
+                tr { td.text.names { (breakable(&expert.module)) } td { (expert.tokens) } }
             }
         } }
     })

@@ -7,6 +7,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::names::printable;
+use crate::names::suggestion;
 use crate::{Error, Result};
 
 const MAX_SIZE: u64 = 1 << 31;
@@ -92,7 +93,18 @@ impl<'a> ConfigFields<'a> {
     /// Creates [`Error::Config`] for a key; `reason` is the rest of a sentence that begins with the key.
     pub fn error(&self, key: &str, reason: impl Into<String>) -> Error {
         let field = self.name_of(key);
-        Error::Config { path: self.path.to_owned(), field, reason: reason.into() }
+        Error::Config { path: self.path.to_owned(), field, reason: reason.into(), remedy: None }
+    }
+
+    /// Creates [`Error::Config`] for a key whose value is not in `supported`.
+    pub fn unsupported(&self, key: &str, value: &str, supported: &[&str]) -> Error {
+        let listed = format!("supported values of `{}`: {}", self.name_of(key), supported.join(", "));
+        Error::Config {
+            path: self.path.to_owned(),
+            field: self.name_of(key),
+            reason: format!("is `{}`, which is not supported", printable(value)),
+            remedy: Some(suggestion(value, listed, supported).into()),
+        }
     }
 
     fn required<T>(&self, key: &str, value: Option<T>) -> Result<T> {

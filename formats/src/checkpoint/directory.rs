@@ -69,6 +69,7 @@ pub struct ModelDirectory {
     text_workers: Option<Arc<dyn TextWorkers>>,
     unread_tokenizer: Option<String>,
     rounded_to: Option<String>,
+    description: Map<String, Value>,
 }
 
 /// A file that accompanies the weights.
@@ -141,6 +142,7 @@ impl ModelDirectory {
             text_workers: None,
             unread_tokenizer: None,
             rounded_to: None,
+            description: Map::new(),
         })
     }
 
@@ -163,6 +165,7 @@ impl ModelDirectory {
             text_workers: None,
             unread_tokenizer: None,
             rounded_to: None,
+            description: Map::new(),
         }
     }
 
@@ -174,6 +177,17 @@ impl ModelDirectory {
     /// The block types from which the model's floats were decoded, if the model was already quantized.
     pub fn rounded_to(&self) -> Option<&str> {
         self.rounded_to.as_deref()
+    }
+
+    /// Records what the model's file says about the model, by the keys of its format.
+    pub fn with_description(self, description: Map<String, Value>) -> Self {
+        Self { description, ..self }
+    }
+
+    /// What a single-file model says about the model itself, such as its name and license, by the keys of its format.
+    /// Empty for a directory.
+    pub fn description(&self) -> &Map<String, Value> {
+        &self.description
     }
 
     /// Records the reason why the tokenizer in the model's file is not supported.
@@ -244,7 +258,8 @@ impl ModelDirectory {
 }
 
 fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
-    let broken = |reason: String| Error::Config { path: path.to_owned(), field: CONFIG.into(), reason };
+    let broken =
+        |reason: String| Error::Config { path: path.to_owned(), field: CONFIG.into(), reason, remedy: None };
     let real = match root.lookup(CONFIG)? {
         Lookup::File(real) => real,
         Lookup::Absent => return Err(broken("is missing".into())),

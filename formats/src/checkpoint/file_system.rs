@@ -135,7 +135,7 @@ fn no_follow() -> OpenOptions {
     options
 }
 
-/// Converts a system error; a full disk or an exhausted quota is reported with numbers.
+/// Converts a system error; a full disk, an exhausted quota and a limit on file sizes are reported with numbers.
 pub(crate) fn failure(
     fs: &dyn FileSystem,
     action: &'static str,
@@ -150,7 +150,10 @@ pub(crate) fn failure(
         let free = if over_quota { None } else { fs.free_bytes(place).ok().flatten() };
         return Error::DiskFull { path: path.to_owned(), needed: needed.max(1), free: free.unwrap_or(0) };
     }
-    Error::io(action, path, error)
+    match error.kind() {
+        ErrorKind::FileTooLarge => Error::file_too_large(path.to_owned(), needed),
+        _ => Error::io(action, path, error),
+    }
 }
 
 /// Writes a small new file and makes its bytes durable; fails if it exists.

@@ -21,6 +21,7 @@ use serde_json::Value;
 use super::file_system::{FileSystem, failure, remove_if_present, replace_file};
 use super::input_file::read_capped;
 use super::names::printable;
+use crate::wording::parser_message;
 use crate::{Error, Result, system};
 
 const LOCK: &str = "lock";
@@ -166,7 +167,9 @@ impl Job {
         }
         let text =
             read_capped(&path, &path, MAX_RECORD_BYTES)?.map_err(|reason| damaged(format!("it {reason}")))?;
-        serde_json::from_slice(&text).map(Some).map_err(|e| damaged(e.to_string()))
+        serde_json::from_slice(&text)
+            .map(Some)
+            .map_err(|e| damaged(parser_message(&e.to_string(), "an object")))
     }
 
     /// Records the job's request; from here on it can be resumed.

@@ -1,16 +1,45 @@
 //! Remedies for errors.
 
+use std::io::ErrorKind;
+use std::path::Path;
+
 use super::Error;
 use crate::checkpoint::WEIGHT_FLOATS;
 use crate::format::quant_methods;
-use crate::names::suggestion;
+use crate::names::{nearest, nearest_path};
 use crate::wording::Remedy;
 
 impl Error {
-    /// Returns what the user can do about the error.
+    /// Returns what the user can do about the error. If a path does not exist, the remedy begins with the path that was
+    /// probably meant, for which at most one directory is read.
     pub fn remedy(&self) -> Remedy {
+        let remedy = self.known_remedy();
+        match self.absent_path().and_then(nearest_path) {
+            Some(meant) => format!("did you mean {meant}? {remedy}").into(),
+            None => remedy,
+        }
+    }
+
+    /// The path of a file or directory that does not exist.
+    fn absent_path(&self) -> Option<&Path> {
+        match self {
+            Self::NoCheckpoint { path, reason }
+            | Self::Recipe { path, reason, .. }
+            | Self::InputFile { path, reason, .. } => {
+                Some(path).filter(|_| reason.ends_with("does not exist"))
+            }
+            Self::Io { action: "read" | "open", path, source } => {
+                Some(path).filter(|_| source.kind() == ErrorKind::NotFound)
+            }
+            _ => None,
+        }
+        .map(|path| path.as_path())
+    }
+
+    fn known_remedy(&self) -> Remedy {
         let text: String = match self {
             Self::Usage { remedy, .. }
+            | Self::Config { remedy: Some(remedy), .. }
             | Self::Recipe { remedy, .. }
             | Self::Unavailable { remedy, .. }
             | Self::InputFile { remedy, .. } => return remedy.clone(),
@@ -111,10 +140,15 @@ impl Error {
                     .into()
             }
             Self::UnknownText { name, known } => {
-                let known: Vec<&str> = known.iter().map(String::as_str).collect();
-                let listed =
-                    format!("give the path of a text or .jsonl file, or one of these sets: {}", known.join(", "));
-                suggestion(name, listed, &known)
+                let set = || nearest(name, known.iter().map(String::as_str)).map(str::to_owned);
+                let file = || nearest_path(Path::new(name));
+                let meant = match name.contains(['/', '.']) {
+                    true => file().or_else(set),
+                    false => set().or_else(file),
+                };
+                let meant = meant.map_or_else(String::new, |meant| format!("did you mean {meant}? "));
+                let known = known.join(", ");
+                format!("{meant}give the path of a text or .jsonl file, or one of these sets: {known}")
             }
             Self::Io { .. } => "check the path, its permissions, and the disk".into(),
             Self::Memory { .. } => {
@@ -122,17 +156,30 @@ impl Error {
                 fewer or shorter windows; ‹plan()› predicts the memory of a run"
                     .into()
             }
-            Self::MemoryBudget { needed, budget: Some(_), .. } => {
-                format!(
-                    "set ‹memory_budget={}MiB› or more, or request fewer or shorter windows",
-                    needed.div_ceil(1 << 20)
-                )
+            Self::MemoryBudget { needed, budget, available, threads } => {
+                let limit = budget.or(*available).unwrap_or_default();
+                let threads = threads.and_then(|threads| threads.that_fit(*needed, limit));
+                let threads = threads.map_or_else(String::new, |fit| format!("set ‹threads={fit}› or less, "));
+                let needed = needed.div_ceil(1 << 20);
+                match budget {
+                    Some(_) => format!(
+                        "{threads}set ‹memory_budget={needed}MiB› or more, or request fewer or shorter windows"
+                    ),
+                    None => format!(
+                        "{threads}free some memory, request fewer or shorter windows, or set \
+                        ‹memory_budget={needed}MiB› to run anyway"
+                    ),
+                }
             }
-            Self::MemoryBudget { needed, .. } => format!(
-                "free some memory, request fewer or shorter windows, or set ‹memory_budget={}MiB› to run anyway",
-                needed.div_ceil(1 << 20)
-            ),
             Self::DiskFull { .. } => "free some disk space, or write to a different disk".into(),
+            Self::FileTooLarge { limit: Some(_), .. } => {
+                "raise the limit on file sizes (`ulimit -f unlimited`), or write a GGUF file in parts with \
+                ‹split_max_size›"
+                    .into()
+            }
+            Self::FileTooLarge { .. } => {
+                "write to a different file system, or write a GGUF file in parts with ‹split_max_size›".into()
+            }
             Self::Locked { .. } => "wait for that process to finish, or stop it".into(),
             Self::Verification { .. } => {
                 "the disk returned bytes that differ from those written: check the disk and run again".into()
@@ -177,4 +224,38 @@ impl Error {
 fn suggestion_pattern(tensor: &str) -> String {
     let module = tensor.strip_suffix(".weight").unwrap_or(tensor);
     module.rsplit('.').next().unwrap_or(module).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ThreadMemory;
+
+    #[test]
+    fn fewer_threads_are_suggested_only_if_they_suffice() {
+        let remedy = |limit: u64, threads| {
+            let error = Error::MemoryBudget {
+                needed: 100 << 20,
+                budget: Some(limit << 20),
+                available: None,
+                threads,
+            };
+            (error.to_string(), error.remedy().to_string())
+        };
+        let threads = Some(ThreadMemory { count: 8, bytes: 4 << 20 });
+        let plain = "set ‹memory_budget=100MiB› or more, or request fewer or shorter windows";
+        let (message, advice) = remedy(89, threads);
+        assert_eq!(
+            message,
+            "the run needs at least 100 MiB of memory with 8 threads, but the budget is 89 MiB"
+        );
+        assert_eq!(advice, format!("set ‹threads=5› or less, {plain}"));
+        assert_eq!(remedy(72, threads).1, format!("set ‹threads=1› or less, {plain}"));
+        assert_eq!(remedy(71, threads).1, plain);
+        let (message, advice) = remedy(89, None);
+        assert_eq!(
+            (&*message, &*advice),
+            ("the run needs at least 100 MiB of memory, but the budget is 89 MiB", plain)
+        );
+    }
 }

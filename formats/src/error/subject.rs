@@ -45,6 +45,7 @@ impl Error {
             | Self::NameTaken { path, .. }
             | Self::Recipe { path, .. }
             | Self::DiskFull { path, .. }
+            | Self::FileTooLarge { path, .. }
             | Self::Locked { path, .. }
             | Self::Verification { path, .. }
             | Self::NonFinite { path, .. } => Some(path),

@@ -313,6 +313,10 @@ fn not_understood(text: &str, part: &str) -> Error {
             "to write floats, add ‹format=safetensors›, or ‹format=gguf› for a GGUF file",
         );
     }
+    let lower = text.to_ascii_lowercase();
+    if lower != text && lower.parse::<SchemeRequest>().is_ok() {
+        return Error::usage(message, format!("did you mean {lower}? Names of schemes are in lower case"));
+    }
     let meant = suggestion(text).filter(|_| text.starts_with(part));
     let meant = meant.map_or_else(String::new, |name| format!("did you mean {name}?\n  "));
     let integers = known_integers();

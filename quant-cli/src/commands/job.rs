@@ -6,6 +6,7 @@ use quant_core::run::{Done, Quantized, Text};
 use quant_core::units::{
     Cost, JobRequest, JobStatus, Phase, Selection, State, Unit, UnitDone, UnitJob, WorkOptions, init,
 };
+use quant_core::wording::counted;
 use quant_core::{Error, Result};
 use serde::Serialize;
 
@@ -222,7 +223,7 @@ fn create(args: &InitArgs, session: &Session) -> Result<()> {
     };
     args.json.emit(&json, || {
         let made_or_not = if made.created { "created" } else { "exists already" };
-        format!("{}: {made_or_not}, {} units\n", args.job.display(), made.units)
+        format!("{}: {made_or_not}, {}\n", args.job.display(), counted(made.units, "unit"))
     })
 }
 
@@ -253,7 +254,8 @@ fn list(args: &ListArgs, session: &Session) -> Result<()> {
         let rows: Vec<_> = json.units.iter().map(row).collect();
         let mut text = table(&["unit", "needs", "time", "memory / in files", "writes"], &rows);
         let seconds: f64 = costs.iter().map(|cost| cost.seconds).sum();
-        text.push_str(&format!("{} units, {} on one machine like this\n", rows.len(), duration(seconds)));
+        let units = counted(rows.len(), "unit");
+        text.push_str(&format!("{units}, {} on one machine like this\n", duration(seconds)));
         text
     })
 }
@@ -288,7 +290,8 @@ fn work(args: &RunArgs, session: &Session) -> Result<()> {
         // Not `sum`, which is -0 for no unit.
         let seconds = done.iter().fold(0.0, |sum, unit| sum + unit.seconds);
         format!(
-            "{computed} units computed, {} existed already, in {}\n",
+            "{} computed, {} existed already, in {}\n",
+            counted(computed, "unit"),
             done.len() - computed,
             duration(seconds)
         )

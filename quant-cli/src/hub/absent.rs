@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 use quant_calibration_data::PublicSet;
+use quant_core::names::nearest_path;
 use quant_core::{Error, Result};
 
 use super::id::HubId;
@@ -13,13 +14,15 @@ use crate::inputs::{BUILTIN, HELDOUT_NAME};
 /// Returns the error for a model that is not available locally.
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     let revision = id.revision.as_ref().map(|r| format!(" --revision {r}")).unwrap_or_default();
+    let meant = nearest_path(Path::new(&id.repository()));
+    let meant = meant.map_or_else(String::new, |meant| format!("did you mean {meant}? "));
     // Not an error of the environment: a scheduler would retry it.
     Err(Error::usage(
         format!(
             "the model {id} is not available: there is no such directory, and this build does not download models"
         ),
         format!(
-            "check the path, or download the model with `hf download {}{revision}` and give the directory \
+            "{meant}check the path, or download the model with `hf download {}{revision}` and give the directory \
             that it prints, or build quant with `--features hub`",
             id.repository()
         ),

@@ -10,6 +10,16 @@ use crate::checkpoint::{ModelDirectory, parse_strictly};
 /// The version of the block types that llama.cpp expects.
 const QUANTIZATION_VERSION: u32 = 2;
 
+/// The key of the model's name.
+pub(super) const NAME: &str = "general.name";
+
+/// The name of the model: the one that its file states, or that of its directory.
+pub(super) fn name(directory: &ModelDirectory) -> String {
+    let of_directory = || directory.path().file_name().map(|n| n.to_string_lossy().into_owned());
+    let stated = directory.description().get(NAME).and_then(Json::as_str).map(str::to_owned);
+    stated.or_else(of_directory).unwrap_or_default()
+}
+
 /// General entries that describe the model and the file.
 pub(super) fn general(
     family: &GgufFamily,
@@ -20,7 +30,7 @@ pub(super) fn general(
     let entries = [
         ("general.architecture", Value::string(family.arch)),
         ("general.type", Value::string("model")),
-        ("general.name", Value::string(name)),
+        (NAME, Value::string(name)),
         ("general.size_label", Value::string(size_label(tensors))),
         ("general.file_type", Value::U32(file_type)),
         ("general.quantization_version", Value::U32(QUANTIZATION_VERSION)),

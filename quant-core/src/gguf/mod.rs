@@ -47,6 +47,7 @@ mod codes;
 #[cfg(test)]
 mod config_tests;
 mod curvature;
+mod description;
 mod factors;
 mod families;
 mod file;

@@ -24,6 +24,7 @@ use crate::recipe::{Action, PlanEntry};
 use crate::round::{Gptq, GptqRecord, Rounding};
 use crate::scheme::{BLOCK, Granularity, LinearScheme};
 use crate::transform::{AttentionRecord, ClipRecord, FoldRecord, Search, SmoothRecord};
+use crate::wording::parser_message;
 use crate::{Error, Result};
 
 /// The version increases when a field is removed or changes its meaning. Programs that read reports must ignore fields
@@ -405,7 +406,8 @@ impl QuantReport {
             Some(schema) if schema == SCHEMA => {}
             _ => return Err(broken(format!("does not have the schema `{SCHEMA}`"))),
         }
-        let report: Self = serde_json::from_value(value).map_err(|e| broken(e.to_string()))?;
+        let report: Self =
+            serde_json::from_value(value).map_err(|e| broken(parser_message(&e.to_string(), "an object")))?;
         for tensor in report.tensors.iter().filter(|t| t.weight_error.is_some()) {
             let module = tensor.tensor.strip_suffix(".weight").unwrap_or(&tensor.tensor);
             let stored = model.module_scheme(module);

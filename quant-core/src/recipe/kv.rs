@@ -1,6 +1,7 @@
 //! The bits of keys and values in the name of a scheme: `w4a8kv4-g128` is `w4a8-g128` with a 4-bit KV cache.
 
 use crate::model::KvScheme;
+use crate::scheme::SchemeRequest;
 use crate::{Error, Result};
 
 /// Splits a scheme into the text without the cache, and the scheme of the cache: `None` for `kv16` or if the text names
@@ -9,6 +10,16 @@ use crate::{Error, Result};
 /// # Errors
 /// [`Error::Usage`] if the cache is not `kv4`, `kv8`, `kvf8` or `kv16`.
 pub fn split(text: &str) -> Result<(String, Option<KvScheme>)> {
+    let lower = text.to_ascii_lowercase();
+    if lower != text && lower.contains("kv") {
+        let is_scheme = |(scheme, _): (String, _)| scheme.parse::<SchemeRequest>().is_ok();
+        if split(&lower).is_ok_and(is_scheme) {
+            return Err(Error::usage(
+                format!("unknown scheme `{text}`"),
+                format!("did you mean {lower}? Names of schemes are in lower case"),
+            ));
+        }
+    }
     let (head, rest) = match text.split_once('-') {
         Some((head, rest)) => (head, Some(rest)),
         None => (text, None),

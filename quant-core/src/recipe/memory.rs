@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::{Action, PassPlan, Plan};
+use crate::ThreadMemory;
 use crate::calibrate::{Mask, Packing, Residence};
 use crate::model::{BlockGraph, BlockKind, Model, NodeId};
 use crate::round::RoundingMemory;
@@ -120,8 +121,14 @@ impl Plan {
         // The allocator keeps some memory of earlier steps.
         let working = step.saturating_add(Self::kept_per_tensor(plans, model));
         let text = if plans.iter().any(Self::needs_blocks) { TEXT } else { 0 };
-        let program = PROGRAM + text + THREAD * rayon::current_num_threads() as u64;
+        let threads = Self::thread_memory();
+        let program = PROGRAM + text + threads.bytes * threads.count as u64;
         working.saturating_add(working / 8).saturating_add(program)
+    }
+
+    /// The threads of a run, and the memory that is estimated for each.
+    pub(crate) fn thread_memory() -> ThreadMemory {
+        ThreadMemory::new(rayon::current_num_threads(), THREAD)
     }
 
     /// The memory for what a run keeps for every tensor until its end: its places in the input and the output, its

@@ -14,6 +14,7 @@ use crate::model::Preparation;
 use crate::names::unknown;
 use crate::recipe::{Extensions, METHODS, Method, Pattern, no_key, step_of};
 use crate::round::{self, BlockRounding, Rounding};
+use crate::scheme::LinearScheme;
 use crate::transform::TransformSettings;
 use crate::{Error, Result};
 
@@ -287,6 +288,21 @@ fn mixture(name: &str) -> Result<&'static Mixture> {
             return Error::usage(
                 format!("unknown {WHAT} `{name}`"),
                 format!("choose one of {}, which are mixtures with {upper}", of_type.join(", ")),
+            );
+        }
+        // Schemes of other formats state the bits of weights.
+        let scheme = name.to_ascii_lowercase().parse::<LinearScheme>().ok();
+        if let Some(scheme) = scheme.filter(|_| block_type(name).is_none()) {
+            let prefix = format!("Q{}_", scheme.bits());
+            let similar: Vec<&str> =
+                known.iter().copied().filter(|known| known.starts_with(&prefix)).collect();
+            let meant = match similar.is_empty() {
+                true => String::new(),
+                false => format!("types with {} bits: {}; ", scheme.bits(), similar.join(", ")),
+            };
+            return Error::usage(
+                format!("unknown {WHAT} `{name}`"),
+                format!("GGUF files have types instead of schemes; {meant}known types: {}", known.join(", ")),
             );
         }
         // A similar name means something else.

@@ -75,6 +75,7 @@ pub fn residence(
             None => return Ok((Residence::Memory, None)),
         },
     };
+    let threads = Some(Plan::thread_memory());
     let residence = match (Plan::residence(plans, model, budget, keeps_maxima), limit) {
         (Ok(residence), _) => residence,
         // A run that needs nearly all of the memory may still succeed.
@@ -82,10 +83,10 @@ pub fn residence(
             Plan::residence(plans, model, needed, keeps_maxima).unwrap_or_default()
         }
         (Err(needed), Limit::Budget(budget)) => {
-            return Err(Error::MemoryBudget { needed, budget: Some(budget), available: None });
+            return Err(Error::MemoryBudget { needed, budget: Some(budget), available: None, threads });
         }
         (Err(needed), Limit::Available(available)) => {
-            return Err(Error::MemoryBudget { needed, budget: None, available: Some(available) });
+            return Err(Error::MemoryBudget { needed, budget: None, available: Some(available), threads });
         }
     };
     let note = (residence != Residence::Memory)
@@ -116,7 +117,7 @@ pub(super) fn residence_by(
     if needed > most {
         let given = matches!(budget, MemoryBudget::Bytes(_));
         let [budget, available] = [given, !given].map(|is| is.then_some(most));
-        return Err(Error::MemoryBudget { needed, budget, available });
+        return Err(Error::MemoryBudget { needed, budget, available, threads: None });
     }
     match peak(files) < in_memory {
         // The rest of the budget is for rounds of searches.

@@ -13,6 +13,7 @@ use crate::checkpoint::{
 use crate::digest::{hex, sha256_hex};
 use crate::recipe::Plan;
 use crate::run::RecipeSettings;
+use crate::wording::parser_message;
 use crate::{CancelToken, Error, Result};
 
 pub(super) const SCHEMA: &str = "quant-job/2";
@@ -60,7 +61,8 @@ impl JobRecord {
             }
             None => return Err(damaged(path, "is not the record of a job".into())),
         }
-        let record: Self = serde_json::from_value(value).map_err(|e| damaged(path, e.to_string()))?;
+        let record: Self = serde_json::from_value(value)
+            .map_err(|e| damaged(path, parser_message(&e.to_string(), "an object")))?;
         if record.blocks_per_unit == 0 || record.forward_shards == 0 {
             return Err(damaged(path, "has units without blocks or shards".into()));
         }

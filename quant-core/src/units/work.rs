@@ -96,9 +96,8 @@ impl UnitJob {
                     waiting.push(unit);
                     continue;
                 }
-                let number = done.len() + 1;
-                host.note(format!("unit {} ({number} of {total})", unit.id));
-                done.push(self.run_unit(unit, options, host)?);
+                let place = format!("unit {} ({} of {total})", unit.id, done.len() + 1);
+                done.push(self.run_unit((unit, &place), options, host)?);
             }
             pending = waiting;
             if pending.is_empty() {
@@ -253,7 +252,13 @@ impl UnitJob {
         self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(&unit.id);
     }
 
-    fn run_unit(&self, unit: &Unit, options: &WorkOptions, host: &Host<'_>) -> Result<UnitDone> {
+    /// Computes a unit if its result does not exist. `place` names it and its place among the selected units.
+    fn run_unit(
+        &self,
+        (unit, place): (&Unit, &str),
+        options: &WorkOptions,
+        host: &Host<'_>,
+    ) -> Result<UnitDone> {
         let started = Instant::now();
         let Some(identity) = self.identity(unit)? else {
             return Err(Error::Internal(format!("`{}` runs too early", unit.id)));
@@ -264,8 +269,10 @@ impl UnitJob {
             UnitDone { id: unit.id.clone(), computed, seconds }
         };
         if self.store.files.exists(&target)? && self.is_intact(unit, &identity, host)? {
+            host.note(format!("{place}: the result exists already"));
             return Ok(done(false));
         }
+        host.note(format!("{place}: computing"));
         let directory = self.store.temporary_directory(&unit.id.replace('/', "-"))?;
         let file = directory.path().join("unit.safetensors");
         match self.compute(unit, &identity, (&file, options), host) {

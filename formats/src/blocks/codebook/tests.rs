@@ -1,5 +1,7 @@
 //! Bits of IQ2 and IQ3 blocks, and the candidates of code books.
 
+use proptest::prelude::*;
+
 use super::super::{IQ2_XXS, SUPER};
 use super::points::Points;
 use super::*;
@@ -87,5 +89,52 @@ fn refined_blocks_have_less_error() {
         };
         let [reference, refined] = [false, true].map(&mut error);
         assert!(refined < 0.99 * reference, "{kind:?}: {refined} of {reference}");
+    }
+}
+
+proptest! {
+    /// Zeros have the smallest magnitude of their super-block, and do not affect the other values. Each bit of `zeros` is
+    /// a part of 32 elements.
+    #[test]
+    fn zeros_in_a_row_affect_nothing_else(
+        seed: u64,
+        zeros in prop::array::uniform3(prop_oneof![Just(u8::MAX), any::<u8>()]),
+    ) {
+        let mut random = SplitMix64(seed);
+        let mut uniform = || (random.next_u64() >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        // The first part has the largest scale. It is zero only if the whole super-block is.
+        let loudness = |e: usize| if e % SUPER < 32 { 8.0 } else { 1.0 };
+        let row: Vec<f32> = (0..3 * SUPER).map(|e| uniform() * uniform() * loudness(e)).collect();
+        let is_zero_block = |e: usize| zeros[e / SUPER] == u8::MAX;
+        let is_zero = |e: usize| {
+            is_zero_block(e) || e % SUPER >= 32 && zeros[e / SUPER] >> (e % SUPER / 32) & 1 == 1
+        };
+        let partly: Vec<f32> =
+            row.iter().enumerate().map(|(e, x)| if is_zero(e) { 0.0 } else { *x }).collect();
+        let stored = |row: &[f32], refined: bool| {
+            let mut bytes = vec![0xa5; IQ3_S.row_bytes(row.len()).unwrap()];
+            match refined {
+                true => IQ3_S.encode_refined(row, None, &mut bytes),
+                false => IQ3_S.encode(row, None, &mut bytes),
+            }
+            let mut back = vec![f32::NAN; row.len()];
+            IQ3_S.decode(&bytes, &mut back);
+            (bytes, back)
+        };
+        let (_, expected) = stored(&row, false);
+        for refined in [false, true] {
+            let (bytes, back) = stored(&partly, refined);
+            for (e, value) in back.into_iter().enumerate() {
+                let block = &bytes[e / SUPER * IQ3_S.bytes..][..IQ3_S.bytes];
+                let smallest = f16_bits::get(block, 0);
+                if is_zero_block(e) {
+                    prop_assert!(value == 0.0 && block.iter().all(|byte| *byte == 0), "element {e}");
+                } else if is_zero(e) {
+                    prop_assert!(smallest > 0.0 && value.abs() == smallest, "element {e} became {value}");
+                } else if !refined {
+                    prop_assert_eq!(value, expected[e], "element {}", e);
+                }
+            }
+        }
     }
 }

@@ -5,6 +5,7 @@ mod types;
 use std::collections::{BTreeMap, BTreeSet};
 
 use self::types::{Types, Unfit};
+use super::description;
 use super::families::{self, GgufFamily};
 use super::file::{GgufArchive, Value};
 use super::general;
@@ -278,9 +279,9 @@ impl GgufPlan {
             ));
         }
         request.check_steps(a, &tensors)?;
-        let name = directory.path().file_name().map(|n| n.to_string_lossy().into_owned());
         let file_type = commonest_type(&tensors).unwrap_or(mixture).id;
-        let mut metadata = general::general(family, &name.unwrap_or_default(), file_type, &tensors);
+        let mut metadata = general::general(family, &general::name(directory), file_type, &tensors);
+        metadata.extend(description::entries(directory.description()));
         metadata.extend(general::sampling(directory));
         metadata.extend(about.entries);
         let vocabulary = tokenizer::metadata(directory, family, a.vocab, request.pre.as_deref())?;

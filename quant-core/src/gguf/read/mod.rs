@@ -16,6 +16,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::description;
 use super::families::{self, GgufFamily, Stated};
 use super::file::{GgufFile, Value};
 use crate::checkpoint::{ConfigFields, MemorySource, ModelDirectory, printable};
@@ -50,6 +51,7 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
                 .without_tokenizer(reason)
         }
     };
+    let directory = directory.with_description(description::of(file.header()));
     Ok(if kinds.is_empty() { directory } else { directory.with_rounded(kinds.join(", ")) })
 }
 

@@ -579,9 +579,9 @@ fn tokenizers_that_are_not_read_say_why() {
 #[test]
 fn remedies_of_faults_found_later_fit_a_file() {
     let path = PathBuf::from("x.gguf");
-    let fault = Error::Config { path, field: "hidden_size".into(), reason: "is 0".into() };
+    let fault = Error::Config { path, field: "hidden_size".into(), reason: "is 0".into(), remedy: None };
     assert_contains(fault.remedy().marked(), &["GGUF file is damaged"]);
     let path = PathBuf::from("config.json");
-    let fault = Error::Config { path, field: "hidden_size".into(), reason: "is 0".into() };
+    let fault = Error::Config { path, field: "hidden_size".into(), reason: "is 0".into(), remedy: None };
     assert_contains(fault.remedy().marked(), &["correct config.json"]);
 }

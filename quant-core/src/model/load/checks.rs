@@ -226,6 +226,7 @@ impl Model {
                     "is {}, but the checkpoint has only {tensors} tensors",
                     self.architecture.layers
                 ),
+                remedy: None,
             });
         }
         for (name, shape) in self.expected_outside() {

@@ -9,6 +9,8 @@ use super::{LongRope, Rope, RopeLayout, RopeScaling, Yarn};
 use crate::Result;
 use crate::checkpoint::ConfigFields;
 
+/// The supported types of scaling.
+const TYPES: [&str; 7] = ["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"];
 /// A longer list means that the configuration is damaged.
 const MAX_FACTORS: usize = 1 << 14;
 
@@ -296,14 +298,10 @@ impl Reader<'_, '_, '_> {
                 let factor = optional_positive("factor")?.unwrap_or(1.0);
                 Ok(RopeScaling::Proportional { factor, pairs })
             }
-            other => Err(fields.error(
-                "rope_type",
-                format!(
-                    "is `{}`; supported types: default, linear, dynamic, llama3, yarn, longrope, \
-                    proportional",
-                    other.escape_default()
-                ),
-            )),
+            other => {
+                let key = if fields.get("rope_type").is_some() { "rope_type" } else { "type" };
+                Err(fields.unsupported(key, other, &TYPES))
+            }
         }
     }
 

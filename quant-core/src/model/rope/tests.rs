@@ -100,7 +100,8 @@ fn hostile_values_are_refused_by_their_field() {
     assert!(read(scaled(json!({}))).is_ok() && read(long(json!({}))).is_ok());
     for (config, field) in [
         (json!({"rope_scaling": {"factor": 8.0}}), "rope_type"),
-        (json!({"rope_scaling": {"rope_type": "xpos"}}), "rope_type"),
+        (json!({"rope_scaling": {"rope_type": "xpos"}}), "rope_type` is `xpos`, which is not supported"),
+        (json!({"rope_scaling": {"type": "xpos"}}), "rope_scaling.type` is `xpos`"),
         (json!({"rope_scaling": {"rope_type": "linear", "factor": 1e-300}}), "factor"),
         (json!({"rope_scaling": {"rope_type": "dynamic", "factor": 0.5}}), "factor"),
         (json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}), "max_position_embeddings"),

@@ -62,6 +62,7 @@ use crate::names::suggestion;
 use crate::round::DEFAULT;
 use crate::scheme::SchemeRequest;
 use crate::transform::TransformSettings;
+use crate::wording::parser_message;
 use crate::{Error, Result, format};
 
 /// The maximum size of a recipe file.
@@ -130,7 +131,8 @@ impl Recipe {
         let file: RecipeFile = toml::from_str(text).map_err(|e| {
             let line = e.span().map(|span| line(span.start));
             let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
-            Error::usage(format!("{place}{}", e.message()), format!("correct the file; {START}"))
+            let message = parser_message(e.message(), "a table");
+            Error::usage(format!("{place}{message}"), format!("correct the file; {START}"))
         })?;
         let mut settings = TransformSettings::default();
         let method = file.method(extensions)?;

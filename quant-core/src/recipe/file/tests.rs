@@ -126,6 +126,14 @@ fn what_is_wrong_is_said_with_its_place() {
         ),
         ("[[transform]]\nkind = \"magic\"\n[quantize]\nscheme = \"w4a16\"", "unknown step `magic`"),
         ("[[transform]]\nkind = \"awq\"\nsearch = \"deep\"\n[quantize]\nscheme = \"w4a16\"", "line 3"),
+        (
+            "[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = \"4\"",
+            "line 4: invalid type: string \"4\", expected an integer of at least 0",
+        ),
+        (
+            "[quantize]\nscheme = \"w4a16\"\n[calibration]\nseed = -1",
+            "line 4: invalid value: integer `-1`, expected an integer of at least 0",
+        ),
         ("[quantize]\nscheme = \"w4a16\"\n[calibration]\nsamples = 4", "[calibration] has no effect"),
         ("[quantize]\nscheme = \"w4a16\"\nscale_search = \"amax\"", "quantize.scale_search has no effect"),
         ("format = []\n[quantize]\nscheme = \"w4a16\"", "no format"),

@@ -440,6 +440,7 @@ impl Plan {
                     path: model.path().to_owned(),
                     field: "num_hidden_layers".into(),
                     reason: format!("is {}, but the checkpoint contains `{name}`", architecture.layers),
+                    remedy: None,
                 });
             }
             let (tensor, stored) = (name.to_owned(), name.to_owned());
