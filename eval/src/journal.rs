@@ -18,6 +18,8 @@ use crate::shared::Batches;
 const SCHEMA: &str = "quant-eval-journal/3";
 /// Longer lines count as incomplete.
 const MAX_LINE_BYTES: u64 = 1 << 30;
+/// The first line is shorter, so that a huge file of something else is not read.
+const MAX_HEAD_BYTES: u64 = 1 << 20;
 
 /// The measurement of one position.
 pub trait Measured: Serialize + DeserializeOwned {
@@ -193,7 +195,8 @@ pub(crate) fn read<T: Measured>(
     let mut line = Vec::new();
     loop {
         line.clear();
-        let mut piece = Read::take(&mut reader, MAX_LINE_BYTES);
+        let most = if at == 0 { MAX_HEAD_BYTES } else { MAX_LINE_BYTES };
+        let mut piece = Read::take(&mut reader, most);
         let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
         if line.last() != Some(&b'\n') {
             if at == 0 && !is_begun(&line, head) {

@@ -329,7 +329,8 @@ mod tests {
                 shard_journal::<f64>(&files, Shard::new(0, 1).unwrap(), identity, &text).unwrap()
             };
             let others = json!({ "model": "b" });
-            let [mut one, mut two, mut wrong, mut other] = [&identity, &identity, &identity, &others].map(open);
+            let [mut one, mut two, mut wrong, mut other] =
+                [&identity, &identity, &identity, &others].map(open);
             one.keep(&values(&text, 0..2)).unwrap();
             two.keep(&values(&text, 0..2)).unwrap();
             two.keep(&values(&text, 2..3)).unwrap();

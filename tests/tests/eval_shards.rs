@@ -155,7 +155,11 @@ fn shards_of_other_evaluations_are_refused() {
         ("no directory", args!["--shard", "0/2"], vec!["--shards"]),
         ("no such shard", args!["--shards", &directory, "--shard", "2/2"], vec!["expected I/N"]),
         ("a journal", args!["--shards", &directory, "--journal", bench.at("j")], vec!["cannot be used with"]),
-        ("a URL", args!["--shards", "s3://key:hunter22@bucket/x", "--shard", "0/2"], vec!["s3://", "`store`"]),
+        (
+            "a URL",
+            args!["--shards", "s3://key:hunter22@bucket/x", "--shard", "0/2"],
+            vec!["s3://", "`store`"],
+        ),
         ("a URL to merge", args!["--shards", "gs://bucket/x"], vec!["gs://", "--features store"]),
         ("in the model", args!["--shards", bench.at("w3/shards"), "--shard", "0/2"], vec!["w3"]),
     ] {
