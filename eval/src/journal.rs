@@ -4,7 +4,7 @@
 //! written when a batch of windows is done. Numbers are read back bit-identical.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
 use quant_formats::digest::sha256_hex;
@@ -13,9 +13,13 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use crate::shared::Batches;
+
 const SCHEMA: &str = "quant-eval-journal/3";
 /// Longer lines count as incomplete.
 const MAX_LINE_BYTES: u64 = 1 << 30;
+/// The first line is shorter, so that a huge file of something else is not read.
+const MAX_HEAD_BYTES: u64 = 1 << 20;
 
 /// The measurement of one position.
 pub trait Measured: Serialize + DeserializeOwned {
@@ -35,13 +39,21 @@ impl Measured for f64 {
 pub struct Journal<T> {
     known: Vec<Vec<T>>,
     written: usize,
-    file: Option<(File, PathBuf)>,
+    place: Place,
+}
+
+/// Where a journal records measurements.
+#[derive(Debug)]
+enum Place {
+    Nowhere,
+    File(File, PathBuf),
+    Shared(Batches),
 }
 
 impl<T: Measured> Journal<T> {
     /// Returns a journal that records nothing.
     pub fn none() -> Self {
-        Self { known: Vec::new(), written: 0, file: None }
+        Self { known: Vec::new(), written: 0, place: Place::Nowhere }
     }
 
     /// Opens or creates a journal. `identity` identifies the evaluation; `windows` holds the number of scored tokens
@@ -80,7 +92,13 @@ impl<T: Measured> Journal<T> {
             }
             sync_parent(path)?;
         }
-        Ok(Self { written: known.len(), known, file: Some((file, path.to_owned())) })
+        Ok(Self { written: known.len(), known, place: Place::File(file, path.to_owned()) })
+    }
+
+    /// Returns the journal of a shard, which records each batch of windows in a file of its own.
+    pub(crate) fn shared(batches: Batches) -> Result<Self> {
+        let known = batches.read()?;
+        Ok(Self { written: known.len(), known, place: Place::Shared(batches) })
     }
 
     /// Takes the results of the windows that an earlier run measured, in order.
@@ -95,42 +113,42 @@ impl<T: Measured> Journal<T> {
 
     /// Appends the results of a batch of windows, and syncs them, so that a power loss takes at most the last batch.
     pub(crate) fn keep(&mut self, windows: &[Vec<T>]) -> Result<()> {
-        let Some((file, path)) = &mut self.file else { return Ok(()) };
-        let mut lines = String::new();
-        for (i, window) in windows.iter().enumerate() {
-            let last = i + 1 == windows.len();
-            let line = serde_json::to_string(&(last, window)).map_err(|e| Error::Internal(e.to_string()))?;
-            lines.push_str(&format!("{} {line}\n", checksum(self.written, &line)));
-            self.written += 1;
+        match &mut self.place {
+            Place::Nowhere => {}
+            Place::File(file, path) => {
+                let lines = lines(self.written, windows)?;
+                let written = file.write_all(lines.as_bytes()).and_then(|()| file.sync_data());
+                written.map_err(|e| Error::io("write", path.as_path(), e))?;
+            }
+            Place::Shared(batches) => batches.publish(self.written, windows)?,
         }
-        let written = file.write_all(lines.as_bytes()).and_then(|()| file.sync_data());
-        written.map_err(|e| Error::io("write", path.as_path(), e))
+        self.written += windows.len();
+        Ok(())
     }
 
-    /// Returns the path of the file, which the caller removes once the results are stored elsewhere.
+    /// Returns the path of the file, which the caller removes once the results are stored elsewhere; `None` for the
+    /// journals of shards.
     pub fn finish(self) -> Option<PathBuf> {
-        self.file.map(|(_, path)| path)
+        match self.place {
+            Place::File(_, path) => Some(path),
+            Place::Nowhere | Place::Shared(_) => None,
+        }
     }
 }
 
-fn head(identity: &Value) -> Value {
+/// Returns the lines of a batch, whose first window has the number `first` in the file.
+pub(crate) fn lines<T: Measured>(first: usize, windows: &[Vec<T>]) -> Result<String> {
+    let mut lines = String::new();
+    for (i, window) in windows.iter().enumerate() {
+        let last = i + 1 == windows.len();
+        let line = serde_json::to_string(&(last, window)).map_err(|e| Error::Internal(e.to_string()))?;
+        lines.push_str(&format!("{} {line}\n", checksum(first + i, &line)));
+    }
+    Ok(lines)
+}
+
+pub(crate) fn head(identity: &Value) -> Value {
     serde_json::json!({ "schema": SCHEMA, "identity": identity })
-}
-
-/// Reads a journal that is not changed; `None` if it does not exist, or windows are missing.
-pub(crate) fn read_whole<T: Measured>(
-    path: &Path,
-    identity: &Value,
-    windows: &[usize],
-) -> Result<Option<Vec<Vec<T>>>> {
-    match std::fs::metadata(path) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Ok(metadata) if !metadata.is_file() => return Err(other(path, "not a regular file")),
-        _ => {}
-    }
-    let file = File::open(path).map_err(|e| Error::io("read", path, e))?;
-    let (known, _) = read(path, &file, &head(identity), windows)?;
-    Ok((known.len() == windows.len()).then_some(known))
 }
 
 /// Makes the name of a file durable.
@@ -147,7 +165,7 @@ fn checksum(window: usize, line: &str) -> String {
     digest
 }
 
-fn other(path: &Path, what: &str) -> Error {
+pub(crate) fn other(path: &Path, what: &str) -> Error {
     Error::usage(
         format!("{} is {what}", path.display()),
         "remove the file, or set ‹journal› or ‹shards› to a different place; an evaluation can be continued only with \
@@ -164,9 +182,9 @@ fn is_begun(line: &[u8], head: &Value) -> bool {
 }
 
 /// Reads the windows of complete batches. Also returns the offset where they end.
-fn read<T: Measured>(
+pub(crate) fn read<T: Measured>(
     path: &Path,
-    file: &File,
+    file: impl Read,
     head: &Value,
     windows: &[usize],
 ) -> Result<(Vec<Vec<T>>, u64)> {
@@ -177,7 +195,8 @@ fn read<T: Measured>(
     let mut line = Vec::new();
     loop {
         line.clear();
-        let mut piece = std::io::Read::take(&mut reader, MAX_LINE_BYTES);
+        let most = if at == 0 { MAX_HEAD_BYTES } else { MAX_LINE_BYTES };
+        let mut piece = Read::take(&mut reader, most);
         let read = piece.read_until(b'\n', &mut line).map_err(|e| Error::io("read", path, e))?;
         if line.last() != Some(&b'\n') {
             if at == 0 && !is_begun(&line, head) {

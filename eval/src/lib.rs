@@ -32,6 +32,7 @@ pub mod report;
 mod result;
 mod score;
 mod shards;
+mod shared;
 pub mod statistics;
 #[cfg(feature = "decoders")]
 mod stored;
@@ -63,6 +64,7 @@ pub use shards::{
     MAX_SHARDS, Shard, compare_shard, divergence_of_shards, merged_shards, perplexity_shard,
     scores_of_shards, shard_journal,
 };
+pub use shared::ShardFiles;
 pub use statistics::Estimate;
 #[cfg(feature = "decoders")]
 pub use stored::{StoredReference, is_stored_reference, store_reference};

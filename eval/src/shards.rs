@@ -1,19 +1,20 @@
 //! Evaluations in shards: processes, on one machine or on many, each measure a part of a text's windows. Their
 //! measurements are merged afterwards, and the result is bit-identical to that of one process.
 //!
-//! Each shard has a [`Journal`] in a directory that all processes see, so an interrupted shard resumes.
+//! Each shard has a [`Journal`] in [files](ShardFiles) that all processes see, so an interrupted shard resumes. Processes
+//! may measure the same shard; their measurements must be equal.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use quant_formats::wording::counted;
 use quant_formats::{CancelToken, Error, Observer, Result};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::divergence::{measure_positions, summarize};
-use crate::journal::read_whole;
 use crate::perplexity::measure_likelihoods;
 use crate::score::consecutive;
+use crate::shared::{Batches, ShardFiles};
 use crate::{Divergence, EvaluationText, Journal, Measured, NoiseFloor, Position, Reference, Scored, Scores};
 
 /// Maximum number of shards.
@@ -51,39 +52,28 @@ impl Shard {
         at(self.index)..at(self.index + 1)
     }
 
-    fn file(self, directory: &Path) -> PathBuf {
-        directory.join(format!("{}-of-{}.journal", self.index, self.count))
+    /// The beginning of the names of its files.
+    pub(crate) fn name(self) -> String {
+        format!("{}-of-{}", self.index, self.count)
     }
 
-    /// Reads the name of a shard's file.
-    fn of_file(name: &str) -> Option<Self> {
-        let (index, count) = name.strip_suffix(".journal")?.split_once("-of-")?;
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        let (index, count) = name.split_once("-of-")?;
         Self::new(index.parse().ok()?, count.parse().ok()?).ok()
     }
-
-    fn identity(self, identity: &Value, windows: &Range<usize>) -> Value {
-        json!({ "evaluation": identity, "first_window": windows.start, "end_window": windows.end })
-    }
 }
 
-fn scored(text: &EvaluationText, windows: Range<usize>) -> Vec<usize> {
-    text.windows[windows].iter().map(crate::Window::scored).collect()
-}
-
-/// Opens the journal of a shard in a directory, which is created. `identity` identifies the evaluation.
+/// Opens the journal of a shard. `identity` identifies the evaluation.
 ///
 /// # Errors
-/// As [`Journal::open`].
+/// [`Error::Usage`] if a file of the shard is damaged or belongs to a different evaluation; errors of the files.
 pub fn shard_journal<T: Measured>(
-    directory: &Path,
+    files: &Arc<dyn ShardFiles>,
     shard: Shard,
     identity: &Value,
     text: &EvaluationText,
 ) -> Result<Journal<T>> {
-    std::fs::create_dir_all(directory).map_err(|e| Error::io("create", directory, e))?;
-    let windows = shard.windows(text);
-    let identity = shard.identity(identity, &windows);
-    Journal::open(&shard.file(directory), &identity, &scored(text, windows))
+    Journal::shared(Batches::new(files.clone(), shard, identity, text))
 }
 
 /// Scores the windows of a shard, and records them in its journal.
@@ -118,29 +108,26 @@ pub fn compare_shard<'a>(
     measure_positions(reference, model.into(), text, windows, journal, (observer, cancel)).map(drop)
 }
 
-/// Reads the measurements of all shards in a directory, in the order of the windows.
+/// Reads the measurements of all shards, in the order of the windows.
 ///
 /// # Errors
-/// [`Error::Unavailable`] if a shard is missing or incomplete; [`Error::Usage`] if the directory has no shards or those
-/// of different numbers of shards, or a journal is damaged or belongs to a different evaluation; [`Error::Io`].
+/// [`Error::Unavailable`] if a shard is missing or incomplete; [`Error::Usage`] if there are no shards or those of
+/// different numbers of shards, or a file is damaged or belongs to a different evaluation; errors of the files.
 pub fn merged_shards<T: Measured>(
-    directory: &Path,
+    files: &Arc<dyn ShardFiles>,
     identity: &Value,
     text: &EvaluationText,
 ) -> Result<Vec<Vec<T>>> {
-    let entries = std::fs::read_dir(directory).map_err(|e| Error::io("list", directory, e))?;
-    let mut counts = Vec::new();
-    for entry in entries {
-        let name = entry.map_err(|e| Error::io("list", directory, e))?.file_name();
-        counts.extend(name.to_str().and_then(Shard::of_file).map(|shard| shard.count));
-    }
+    let names = files.names()?;
+    let mut counts: Vec<usize> =
+        names.iter().filter_map(|name| Batches::shard_of(name)).map(|shard| shard.count).collect();
     counts.sort_unstable();
     counts.dedup();
     let count = match counts[..] {
         [count] => count,
         [] => {
             return Err(Error::usage(
-                format!("{} has no shards of an evaluation", directory.display()),
+                format!("{} has no shards of an evaluation", files.shown("").display()),
                 "measure them with ‹shard=I/N›",
             ));
         }
@@ -149,24 +136,21 @@ pub fn merged_shards<T: Measured>(
             return Err(Error::usage(
                 format!(
                     "{} has shards of different evaluations: of {} shards",
-                    directory.display(),
+                    files.shown("").display(),
                     counts.join(" and ")
                 ),
-                "use a directory for each number of shards",
+                "set ‹shards› to a different place for each number of shards",
             ));
         }
     };
     let (mut all, mut missing) = (Vec::with_capacity(text.windows.len()), Vec::new());
     for index in 0..count {
         let shard = Shard { index, count };
-        let windows = shard.windows(text);
-        if windows.is_empty() {
-            continue;
-        }
-        let identity = shard.identity(identity, &windows);
-        match read_whole(&shard.file(directory), &identity, &scored(text, windows))? {
-            Some(measured) => all.extend(measured),
-            None => missing.push(format!("{index}/{count}")),
+        let batches = Batches::new(files.clone(), shard, identity, text);
+        let known = batches.read()?;
+        match batches.is_whole(&known) {
+            true => all.extend(known),
+            false => missing.push(format!("{index}/{count}")),
         }
     }
     if missing.is_empty() {
@@ -219,6 +203,12 @@ fn check_windows<T>(text: &EvaluationText, measured: &[Vec<T>]) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::path::{Path, PathBuf};
+    use std::sync::Mutex;
+
+    use serde_json::json;
+
     use super::*;
     use crate::{Profile, Window};
 
@@ -249,53 +239,144 @@ mod tests {
         assert!(Shard::new(0, MAX_SHARDS + 1).is_err());
     }
 
+    /// Files in memory.
+    #[derive(Debug, Default)]
+    struct Memory(Mutex<BTreeMap<String, Vec<u8>>>);
+
+    impl ShardFiles for Memory {
+        fn shown(&self, name: &str) -> PathBuf {
+            Path::new("memory").join(name)
+        }
+
+        fn names(&self) -> Result<Vec<String>> {
+            Ok(self.0.lock().unwrap().keys().cloned().collect())
+        }
+
+        fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
+            Ok(self.0.lock().unwrap().get(name).cloned())
+        }
+
+        fn publish(&self, name: &str, bytes: &[u8]) -> Result<bool> {
+            Ok(*self.0.lock().unwrap().entry(name.into()).or_insert(bytes.into()) == bytes)
+        }
+    }
+
+    impl Memory {
+        fn with(files: &[(&str, Vec<u8>)]) -> Arc<dyn ShardFiles> {
+            Arc::new(Self(Mutex::new(files.iter().cloned().map(|(n, b)| (n.to_owned(), b)).collect())))
+        }
+    }
+
+    /// Runs a test on files in memory, and on those of a directory.
+    fn on_each(test: impl Fn(Arc<dyn ShardFiles>)) {
+        test(Arc::new(Memory::default()));
+        #[cfg(feature = "decoders")]
+        {
+            let directory = tempfile::tempdir().unwrap();
+            let cancel = CancelToken::new();
+            let host = quant_core::run::Host::new(&quant_formats::Silent, &cancel, &quant_core::run::Nothing);
+            let place = directory.path().join("a/shards");
+            test(Arc::new(quant_core::units::SharedFiles::create(&place, &host).unwrap()));
+        }
+    }
+
+    fn values(text: &EvaluationText, windows: Range<usize>) -> Vec<Vec<f64>> {
+        windows.map(|window| vec![window as f64; text.windows[window].scored()]).collect()
+    }
+
     #[test]
     fn measurements_are_merged_in_order() {
-        let directory = tempfile::tempdir().unwrap();
-        let text = text(&[1000, 1000, 1000, 600]);
-        let identity = json!({ "model": "a" });
-        let values = |window: usize| vec![window as f64; text.windows[window].scored()];
-        let record = |index: usize, windows: Range<usize>| {
-            let shard = Shard::new(index, 2).unwrap();
-            let mut journal = shard_journal::<f64>(directory.path(), shard, &identity, &text).unwrap();
-            journal.keep(&windows.map(values).collect::<Vec<_>>()).unwrap();
-        };
-        let merged = |identity: &Value| merged_shards::<f64>(directory.path(), identity, &text);
-        assert!(matches!(merged(&identity), Err(Error::Usage { .. })), "no shards");
-        record(1, 2..3);
-        let error = merged(&identity).unwrap_err();
-        assert!(error.to_string().contains("2 shards not finished: 0/2, 1/2"), "{error}");
-        record(0, 0..2);
-        let error = merged(&identity).unwrap_err();
-        assert!(error.to_string().contains("1 shard not finished: 1/2"), "{error}");
-        record(1, 3..4);
-        let all = merged(&identity).unwrap();
-        assert_eq!(all, (0..4).map(values).collect::<Vec<_>>());
-        assert!(matches!(merged(&json!({ "model": "b" })), Err(Error::Usage { .. })));
-        let nll = scores_of_shards(&text, &all).unwrap().window_nll;
-        assert_eq!(nll, [0.0, 1.0, 2.0, 3.0]);
-        assert!(scores_of_shards(&text, &all[..3]).is_err());
+        on_each(|files| {
+            let text = text(&[1000, 1000, 1000, 600]);
+            let identity = json!({ "model": "a" });
+            let journal = |index: usize| {
+                shard_journal::<f64>(&files, Shard::new(index, 2).unwrap(), &identity, &text).unwrap()
+            };
+            let merged = |identity: &Value| merged_shards::<f64>(&files, identity, &text);
+            assert!(matches!(merged(&identity), Err(Error::Usage { .. })), "no shards");
+            journal(1).keep(&values(&text, 2..3)).unwrap();
+            let error = merged(&identity).unwrap_err();
+            assert!(error.to_string().contains("2 shards not finished: 0/2, 1/2"), "{error}");
+            journal(0).keep(&values(&text, 0..2)).unwrap();
+            let error = merged(&identity).unwrap_err();
+            assert!(error.to_string().contains("1 shard not finished: 1/2"), "{error}");
+            let mut resumed = journal(1);
+            assert_eq!(resumed.take(), values(&text, 2..3));
+            resumed.keep(&values(&text, 3..4)).unwrap();
+            assert_eq!(journal(1).windows(), 2);
+            let all = merged(&identity).unwrap();
+            assert_eq!(all, values(&text, 0..4));
+            assert!(matches!(merged(&json!({ "model": "b" })), Err(Error::Usage { .. })));
+            let nll = scores_of_shards(&text, &all).unwrap().window_nll;
+            assert_eq!(nll, [0.0, 1.0, 2.0, 3.0]);
+            assert!(scores_of_shards(&text, &all[..3]).is_err());
 
-        std::fs::write(directory.path().join("notes.txt"), "").unwrap();
-        assert!(merged(&identity).is_ok(), "other files are ignored");
-        std::fs::write(directory.path().join("0-of-3.journal"), "").unwrap();
-        let error = merged(&identity).unwrap_err();
-        assert!(error.to_string().contains("of 2 and 3 shards"), "{error}");
+            for other in ["notes.txt", "1-of-2.journal", "2-of-2.0.journal", "1-of-2.x.journal"] {
+                files.publish(other, b"").unwrap();
+            }
+            assert!(merged(&identity).is_ok(), "other files are ignored");
+            files.publish("0-of-3.0.journal", b"").unwrap();
+            let error = merged(&identity).unwrap_err();
+            assert!(error.to_string().contains("of 2 and 3 shards"), "{error}");
+        });
+    }
+
+    #[test]
+    fn two_processes_may_measure_a_shard() {
+        on_each(|files| {
+            let (text, identity) = (text(&[1000, 1000, 1000]), json!({ "model": "a" }));
+            let open = |identity: &Value| {
+                shard_journal::<f64>(&files, Shard::new(0, 1).unwrap(), identity, &text).unwrap()
+            };
+            let others = json!({ "model": "b" });
+            let [mut one, mut two, mut wrong, mut other] =
+                [&identity, &identity, &identity, &others].map(open);
+            one.keep(&values(&text, 0..2)).unwrap();
+            two.keep(&values(&text, 0..2)).unwrap();
+            two.keep(&values(&text, 2..3)).unwrap();
+            one.keep(&values(&text, 2..3)).unwrap();
+            let error = wrong.keep(&values(&text, 1..3)).unwrap_err();
+            assert!(matches!(error, Error::InputFile { .. }), "{error}");
+            assert!(error.to_string().contains("one of the two computes wrong results"), "{error}");
+            let error = other.keep(&values(&text, 0..2)).unwrap_err();
+            assert!(error.to_string().contains("the journal of a different evaluation"), "{error}");
+            assert_eq!(merged_shards::<f64>(&files, &identity, &text).unwrap(), values(&text, 0..3));
+        });
     }
 
     /// A shard that is measured again after a change of its file is an error, not a different result.
     #[test]
     fn a_damaged_shard_is_refused() {
-        let directory = tempfile::tempdir().unwrap();
-        let (text, identity) = (text(&[600]), json!({ "model": "a" }));
+        let (text, identity) = (text(&[1000, 1000, 1000]), json!({ "model": "a" }));
+        let intact: Arc<dyn ShardFiles> = Arc::new(Memory::default());
         let shard = Shard::new(0, 1).unwrap();
-        let mut journal = shard_journal::<f64>(directory.path(), shard, &identity, &text).unwrap();
-        journal.keep(&[vec![0.5; 600]]).unwrap();
-        drop(journal);
-        let path = shard.file(directory.path());
-        let changed = std::fs::read_to_string(&path).unwrap().replacen("0.5", "0.6", 1);
-        std::fs::write(&path, changed).unwrap();
-        let error = merged_shards::<f64>(directory.path(), &identity, &text).unwrap_err();
-        assert!(error.to_string().contains("damaged"), "{error}");
+        let mut journal = shard_journal::<f64>(&intact, shard, &identity, &text).unwrap();
+        journal.keep(&values(&text, 0..2)).unwrap();
+        journal.keep(&values(&text, 2..3)).unwrap();
+        let [first, second] = ["0-of-1.0.journal", "0-of-1.2.journal"];
+        let bytes = |name: &str| intact.read(name).unwrap().unwrap();
+        let lines = |name: &str| String::from_utf8(bytes(name)).unwrap();
+        let changed = lines(first).replacen("1.0", "1.5", 1).into_bytes();
+        let without_last = lines(first).lines().take(2).map(|line| format!("{line}\n")).collect::<String>();
+        let head = format!("{}\n", lines(first).lines().next().unwrap());
+        for (what, replaced) in [
+            ("changed", changed),
+            ("cut", bytes(first)[..bytes(first).len() - 1].to_vec()),
+            ("without its last line", without_last.into_bytes()),
+            ("without windows", head.into_bytes()),
+            ("empty", Vec::new()),
+            ("followed by zeros", [bytes(first), vec![0; 4]].concat()),
+            ("that of other windows", bytes(second)),
+        ] {
+            let files = Memory::with(&[(first, replaced), (second, bytes(second))]);
+            let errors = [
+                merged_shards::<f64>(&files, &identity, &text).map(drop).unwrap_err(),
+                shard_journal::<f64>(&files, shard, &identity, &text).map(drop).unwrap_err(),
+            ];
+            for error in errors {
+                assert!(matches!(error, Error::Usage { .. }), "{what}: {error}");
+                assert!(error.to_string().contains(first), "{what}: {error}");
+            }
+        }
     }
 }

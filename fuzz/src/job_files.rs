@@ -14,7 +14,7 @@ use crate::input::Input;
 use crate::texts::{in_directory, text};
 
 /// Units whose results are replaced.
-const UNITS: [&str; 3] = ["forward/0/0", "blocks/1", "outside"];
+pub(crate) const UNITS: [&str; 3] = ["forward/0/0", "blocks/1", "outside"];
 
 /// A finished job on a small model.
 struct Bench {
@@ -32,23 +32,7 @@ impl Bench {
 
     fn new() -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
-        let model = directory.path().join("model");
-        std::fs::create_dir(&model).expect("a directory");
-        crate::parsers::tiny::tiny_llama(&model).expect("a model");
-        std::fs::write(directory.path().join("code"), "code").expect("a file");
-        let words: String = (0..400_usize).map(|i| format!("w{} ", i * i % 61)).collect();
-        let request = JobRequest {
-            model,
-            settings: RecipeSettings {
-                method: Some("awq".into()),
-                scheme: Some("w4a16-g32-sym".into()),
-                samples: Some(2),
-                seq_len: Some(16),
-                ..RecipeSettings::default()
-            },
-            calibration: Some(Text::Given(Corpus::Texts(vec![words]), "words".into())),
-            ..JobRequest::default()
-        };
+        let request = request(directory.path());
         let store = directory.path().join("store");
         with_host(directory.path(), |host| {
             init(&request, &store, host)?;
@@ -86,7 +70,29 @@ impl Bench {
     }
 }
 
-fn with_host<T>(directory: &Path, work: impl FnOnce(&Host<'_>) -> Result<T>) -> Result<T> {
+/// A job on a small model, which is written to a directory.
+pub(crate) fn request(directory: &Path) -> JobRequest {
+    let model = directory.join("model");
+    std::fs::create_dir(&model).expect("a directory");
+    crate::parsers::tiny::tiny_llama(&model).expect("a model");
+    std::fs::write(directory.join("code"), "code").expect("a file");
+    let words: String = (0..400_usize).map(|i| format!("w{} ", i * i % 61)).collect();
+    JobRequest {
+        model,
+        settings: RecipeSettings {
+            method: Some("awq".into()),
+            scheme: Some("w4a16-g32-sym".into()),
+            samples: Some(2),
+            seq_len: Some(16),
+            ..RecipeSettings::default()
+        },
+        calibration: Some(Text::Given(Corpus::Texts(vec![words]), "words".into())),
+        ..JobRequest::default()
+    }
+}
+
+/// Calls `work` with a host for a job on the model in a directory.
+pub(crate) fn with_host<T>(directory: &Path, work: impl FnOnce(&Host<'_>) -> Result<T>) -> Result<T> {
     let (cancel, code) = (CancelToken::new(), directory.join("code"));
     let mut host = Host::new(&Silent, &cancel, &Nothing);
     // The executable takes long to hash.

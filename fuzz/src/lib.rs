@@ -20,9 +20,12 @@ mod float_files;
 mod gguf;
 mod input;
 mod job_files;
+#[cfg(feature = "store")]
+mod job_objects;
 mod kernels;
 mod kernels_floats;
 mod parsers;
+mod shards;
 mod texts;
 mod written;
 
@@ -33,19 +36,22 @@ pub use checkpoint_files::checkpoint_files;
 pub use float_files::float_files;
 pub use gguf::gguf;
 pub use job_files::{job_record, job_tokens, unit_files};
+#[cfg(feature = "store")]
+pub use job_objects::unit_objects;
 pub use kernels::{pack, packed, round_trip};
 pub use kernels_floats::floating_point;
 pub use parsers::{
     channel_maxima, eval_journal, gate_policy, imatrix, model_config, recipe, results, safetensors,
     shard_index, stored_reference, text_lines, write_journal,
 };
+pub use shards::eval_shard;
 pub use written::{manifest, quant_report, tokenizer_settings};
 
 /// A target.
 pub type Target = fn(&[u8]);
 
-/// All targets by name.
-pub const TARGETS: [(&str, Target); 29] = [
+/// All targets by name. Those that need a feature are missing without it.
+pub const TARGETS: &[(&str, Target)] = &[
     ("attention", attention),
     ("c_abi", c_abi),
     ("c_attention", c_attention),
@@ -53,6 +59,7 @@ pub const TARGETS: [(&str, Target); 29] = [
     ("channel_maxima", channel_maxima),
     ("checkpoint_files", checkpoint_files),
     ("eval_journal", eval_journal),
+    ("eval_shard", eval_shard),
     ("float_files", float_files),
     ("floating_point", floating_point),
     ("gate_policy", gate_policy),
@@ -74,6 +81,8 @@ pub const TARGETS: [(&str, Target); 29] = [
     ("text_lines", text_lines),
     ("tokenizer_settings", tokenizer_settings),
     ("unit_files", unit_files),
+    #[cfg(feature = "store")]
+    ("unit_objects", unit_objects),
     ("write_journal", write_journal),
 ];
 

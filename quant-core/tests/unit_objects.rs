@@ -12,7 +12,7 @@ use object_store::path::Path as Key;
 use object_store::{ObjectStore, ObjectStoreExt};
 use proptest::prelude::*;
 use quant_core::run::{Host, RecipeSettings};
-use quant_core::units::{JobRequest, Selection, WorkOptions, init};
+use quant_core::units::{JobRequest, Selection, SharedFiles, WorkOptions, init};
 use quant_core::{CancelToken, Category, Event, Observer, Silent};
 
 type Objects = &'static Arc<dyn ObjectStore>;
@@ -135,6 +135,46 @@ fn any_order_any_partition_any_interruption_in_objects() {
             },
         )
         .unwrap();
+}
+
+/// Files that are shared without a job: in objects as in a directory.
+#[test]
+fn shared_files_keep_their_first_contents() {
+    let directory = tempfile::tempdir().unwrap();
+    let (store, url) = place();
+    for location in [url.clone(), directory.path().join("a/shared")] {
+        let cancel = CancelToken::new();
+        let open = || SharedFiles::open(&location, &host(&location, &Silent, &cancel)).unwrap();
+        assert!(open().names().unwrap().is_empty());
+        assert_eq!(open().read("one").unwrap(), None);
+        let processes: Vec<bool> = std::thread::scope(|scope| {
+            let process = |number: u8| {
+                let (location, cancel) = (&location, &cancel);
+                move || {
+                    let files = SharedFiles::create(location, &host(location, &Silent, cancel)).unwrap();
+                    files.publish("one", &vec![number; 100_000]).unwrap()
+                }
+            };
+            let running: Vec<_> = (0..4).map(|number| scope.spawn(process(number))).collect();
+            running.into_iter().map(|process| process.join().unwrap()).collect()
+        });
+        assert_eq!(processes.iter().filter(|published| **published).count(), 1, "{processes:?}");
+        let first = open().read("one").unwrap().unwrap();
+        assert!(first.len() == 100_000 && processes[usize::from(first[0])]);
+        assert!(open().publish("one", &first).unwrap() && !open().publish("one", &first[1..]).unwrap());
+        assert!(open().publish("two", b"").unwrap());
+        assert_eq!(open().read("one").unwrap().unwrap(), first);
+        let mut names = open().names().unwrap();
+        names.retain(|name| name != "tmp");
+        names.sort();
+        assert_eq!(names, ["one", "two"]);
+        assert_eq!(open().shown("one"), location.join("one"));
+        for name in ["", "..", "../one", "a/b", ".one", "a b", "\u{1b}"] {
+            assert_eq!(open().publish(name, b"x").unwrap_err().category(), Category::Usage, "{name}");
+            assert_eq!(open().read(name).unwrap_err().category(), Category::Usage, "{name}");
+        }
+    }
+    assert!(objects(store, &url, "tmp").is_empty());
 }
 
 #[test]

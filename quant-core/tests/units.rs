@@ -721,6 +721,35 @@ fn inputs_are_repaired_by_creating_the_job_again() {
     bench.assert_merges(&store);
 }
 
+/// Sparse files of terabytes are refused without being read.
+#[test]
+fn files_of_any_size_end_soon() {
+    let bench = Bench::new(Kind::Llama, calibrated("awq", "w4a16-g32-asym"));
+    let store = bench.init("store", 2, 2);
+    run(&store, &Selection::All).unwrap();
+    let enlarge = |path: &Path| {
+        let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
+        // Some file systems have a lower limit.
+        (20..=46).rev().any(|bits| file.set_len(1 << bits).is_ok() && bits > 40)
+    };
+    let result = result_of(&store, "blocks/1");
+    let intact = std::fs::read(&result).unwrap();
+    assert!(enlarge(&result), "a large file cannot be made");
+    let done = run(&store, &Selection::All).unwrap();
+    assert_eq!(done.iter().filter(|u| u.computed).map(|u| &*u.id).collect::<Vec<_>>(), ["blocks/1"]);
+    assert!(std::fs::read(&result).unwrap() == intact);
+    let mut inputs = std::fs::read_dir(store.join("inputs")).unwrap().map(|entry| entry.unwrap().path());
+    for path in [inputs.next().unwrap(), store.join("job.json")] {
+        let intact = std::fs::read(&path).unwrap();
+        assert!(enlarge(&path));
+        let error = run(&store, &Selection::All).unwrap_err();
+        assert_eq!(error.category(), Category::Input, "{error}");
+        assert!(error.to_string().contains("the limit is"), "{error}");
+        std::fs::write(&path, intact).unwrap();
+    }
+    bench.assert_merges(&store);
+}
+
 #[test]
 fn the_name_of_a_gguf_file_is_refused() {
     let bench = Bench::new(Kind::Llama, settings("rtn", "w4a16-g32-sym"));

@@ -1,10 +1,11 @@
-"""A job of the real program in an S3 store: two workers, one of which is killed while it works.
+"""A job of the real program in an S3 store, and an evaluation in shards: two workers each, one of which is killed while
+it works.
 
     python tests/store/check.py QUANT
 
 The store is moto's server, which refuses conditional writes to names that exist. Between the program and moto is a
 proxy that counts requests, and can lose answers or stop answering. The merged checkpoint must have the bytes of the one
-that `quant quantize` writes.
+that `quant quantize` writes, and the merged evaluation the numbers of `quant eval` in one process.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from pathlib import Path
 CALIBRATION = ["--samples", "32", "--seq-len", "256"]
 BUCKET = "jobs"
 STORE = f"s3://{BUCKET}/team/awq"
+SHARDS = f"s3://{BUCKET}/team/eval"
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 
 
@@ -258,14 +260,55 @@ def check(bench: Bench, scratch: Path) -> None:
     # The other workers have removed what the killed one left.
     left = [path.name for path in bench.copies.iterdir()]
     assert all(name.startswith("quant-job-") for name in left), left
+    # A worker that was killed before it locked its directory leaves one that counts as abandoned after a week.
     for path in [*bench.copies.rglob("*"), *bench.copies.iterdir()]:
-        os.utime(path, (time.time() - 3600,) * 2)
+        os.utime(path, (time.time() - 8 * 24 * 3600,) * 2)
     bench.run("job", "run", STORE, "--unit", "outside")
     left = [path.name for path in bench.copies.iterdir()]
     assert not left, left
 
+    evaluation(bench, model, out)
     errors(bench, model)
     print(f"{len(bench.proxy.log)} requests; the merged checkpoint is that of one process")
+
+
+def evaluation(bench: Bench, model: Path, out: Path) -> None:
+    """An evaluation in three shards. A worker is killed after its first batch, and answers to writes are lost."""
+    words = ["eval", out, "--text", "builtin-heldout", "--window", "64", "--windows", "200", "--reference", model]
+    shards = [*words, "--shards", SHARDS]
+
+    def numbers(*words: object) -> dict:
+        result = bench.scratch / "result.json"
+        bench.run(*words, f"--json={result}")
+        timing = ("seconds", "tokens_per_second", "sha256")
+        return {key: value for key, value in json.loads(result.read_text()).items() if key not in timing}
+
+    whole = numbers(*words)
+    assert "has no shards" in bench.run(*shards, code=2)
+    killed = bench.start(*shards, "--shard", "0/3", "--threads", "1")
+    while not bench.proxy.count("PUT", "/team/eval/0-of-3.0.journal", 200):
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    bench.run(*shards, "--shard", "1/3")
+    bench.proxy.lose = 2
+    bench.run(*shards, "--shard", "2/3")
+    assert bench.proxy.lose == 0
+    early = bench.run(*shards, code=5)
+    assert "1 shard not finished: 0/3" in early, early
+    assert "of 64 windows have already been measured" in bench.run(*shards, "--shard", "0/3")
+    assert numbers(*shards) == whole, "the merged evaluation differs"
+    # A damaged file, and one of a different evaluation.
+    path = f"/{BUCKET}/team/eval/2-of-3.128.journal"
+    right = bench.get(path)
+    for wrong, code, says in [(right[:-9] + b"\n", 2, "damaged"), (right.replace(b"64", b"65", 1), 2, "evaluation")]:
+        bench.put(path, wrong)
+        text = bench.run(*shards, code=code)
+        assert says in text and "2-of-3.128.journal" in text, text
+    bench.put(path, right)
+    assert numbers(*shards) == whole
+    print("the merged evaluation is that of one process")
 
 
 def errors(bench: Bench, model: Path) -> None:

@@ -46,8 +46,13 @@ fn numbers(run: Run) -> Value {
     result
 }
 
-fn journals(directory: &Path) -> usize {
-    std::fs::read_dir(directory).unwrap().count()
+/// The files of shards in a directory.
+fn journals(directory: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(directory) else { return Vec::new() };
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.filter(|name| name.ends_with(".journal")).collect();
+    names.sort();
+    names
 }
 
 #[test]
@@ -68,14 +73,15 @@ fn shards_give_the_result_of_one_process() {
         let shard = |shard: &str| [reference.clone(), shards.clone(), args!["--shard", shard]].concat();
 
         let none = bench.eval(&[reference.clone(), shards.clone()].concat());
-        assert_ne!(none.code(), Some(0), "{name}: {none}");
+        check_message(name, &none, 2, &["has no shards of an evaluation", "--shard"]);
+        assert!(!directory.exists(), "{name}");
         let first = bench.eval(&[shard("1/3"), args!["--json"]].concat()).json();
         assert_eq!((&first["first_window"], &first["end_window"]), (&json!(32), &json!(64)), "{name}");
         let early = merge();
         check_message(name, &early, 5, &["2 shards not finished: 0/3, 2/3", "--shard"]);
         let others = ["0/3", "2/3"].map(|i| Running::start(command(bench.arguments(&shard(i)))));
         others.into_iter().for_each(|run| drop(run.wait().succeeded()));
-        assert_eq!(journals(&directory), 3);
+        assert_eq!(journals(&directory), ["0-of-3.0.journal", "1-of-3.32.journal", "2-of-3.64.journal"]);
         assert_eq!(numbers(merge()), numbers(whole), "{name}");
         // A shard that is finished is not measured again.
         let again = bench.eval(&[shard("0/3"), args!["--json"]].concat()).json();
@@ -88,10 +94,8 @@ fn an_interrupted_shard_resumes() {
     let bench = Bench::new();
     let (directory, reference) = (bench.at("shards"), args!["--reference", demo_model()]);
     let shard = [reference.clone(), args!["--shards", &directory, "--shard", "0/1"]].concat();
-    let journal = directory.join("0-of-1.journal");
     let mut run = Running::start(command_that_hangs_up(bench.arguments(&shard)));
-    let lines = || std::fs::read_to_string(&journal).unwrap_or_default().lines().count();
-    assert!(run.wait_until(|| lines() > 1), "{}", run.wait());
+    assert!(run.wait_until(|| !journals(&directory).is_empty()), "{}", run.wait());
     run.signal(Signal::KILL);
     run.wait();
     let resumed = bench.eval(&shard).succeeded();
@@ -99,6 +103,30 @@ fn an_interrupted_shard_resumes() {
     let merged = bench.eval(&[reference.clone(), args!["--shards", &directory, "--json"]].concat());
     let whole = bench.eval(&[reference, args!["--json"]].concat());
     assert_eq!(numbers(merged), numbers(whole));
+}
+
+/// Two processes that measure one shard share the work, and a different result of one of them is an error.
+#[test]
+fn a_shard_may_be_measured_twice() {
+    let bench = Bench::new();
+    let directory = bench.at("shards");
+    let shard = args!["--shards", &directory, "--shard", "0/1"];
+    let both = [0, 1].map(|_| Running::start(command(bench.arguments(&shard))));
+    both.into_iter().for_each(|run| drop(run.wait().succeeded()));
+    assert_eq!(journals(&directory), ["0-of-1.0.journal", "0-of-1.32.journal", "0-of-1.64.journal"]);
+    assert_eq!(std::fs::read_dir(directory.join("tmp")).unwrap().count(), 0);
+
+    let third = directory.join("0-of-1.64.journal");
+    let right = std::fs::read(&third).unwrap();
+    let wrong = [&right[..right.len() - 20], b"\n"].concat();
+    std::fs::write(&third, wrong).unwrap();
+    check_message("damaged", &bench.eval(&shard), 2, &["0-of-1.64.journal", "damaged", "remove the file"]);
+    std::fs::remove_file(&third).unwrap();
+    std::fs::create_dir(&third).unwrap();
+    check_message("a directory", &bench.eval(&shard), 4, &["0-of-1.64.journal", "not a regular file"]);
+    std::fs::remove_dir(&third).unwrap();
+    bench.eval(&shard).succeeded();
+    assert_eq!(std::fs::read(&third).unwrap(), right);
 }
 
 #[test]
@@ -127,9 +155,17 @@ fn shards_of_other_evaluations_are_refused() {
         ("no directory", args!["--shard", "0/2"], vec!["--shards"]),
         ("no such shard", args!["--shards", &directory, "--shard", "2/2"], vec!["expected I/N"]),
         ("a journal", args!["--shards", &directory, "--journal", bench.at("j")], vec!["cannot be used with"]),
+        (
+            "a URL",
+            args!["--shards", "s3://key:hunter22@bucket/x", "--shard", "0/2"],
+            vec!["s3://", "`store`"],
+        ),
+        ("a URL to merge", args!["--shards", "gs://bucket/x"], vec!["gs://", "--features store"]),
         ("in the model", args!["--shards", bench.at("w3/shards"), "--shard", "0/2"], vec!["w3"]),
     ] {
-        check_message(name, &bench.eval(&options), 2, &parts);
+        let run = bench.eval(&options);
+        check_message(name, &run, 2, &parts);
+        assert!(!run.stderr.contains("hunter22"), "{run}");
     }
-    assert!(!bench.at("w3/shards").exists());
+    assert!(!bench.at("w3/shards").exists() && !Path::new("s3:").exists());
 }

@@ -199,7 +199,7 @@ fn check(args: &Args, source: &Text) -> Result<()> {
         ("report", args.report.as_deref()),
         ("journal", args.journal.as_deref()),
         ("save_reference", args.save_reference.as_deref()),
-        ("shards", args.shards.shards.as_deref()),
+        ("shards", args.shards.directory()?),
     ];
     let inputs: Vec<&Path> =
         args.compare.iter().chain(&args.reference).map(PathBuf::as_path).chain(source.file()).collect();
@@ -329,8 +329,8 @@ struct Measurement {
 pub fn evaluate(args: &Args, source: &Text, with_page: bool, session: &Session) -> Result<Evaluated> {
     let mut setup = Setup::new(args, source, session)?;
     let measured = match &args.shards.shards {
-        Some(directory) => Measurement {
-            scores: shards::merged(&setup, directory)?,
+        Some(place) => Measurement {
+            scores: shards::merged(&setup, place, session)?,
             known: setup.text().windows.len(),
             journal: None,
             seen: None,

@@ -19,6 +19,7 @@
 //! | `windows` | the calibration tokens as a file, so that workers need neither text nor tokenizer |
 //! | `graph` | the units of a plan, what each needs, and its predicted time, memory and bytes |
 //! | `store` | the files of a job, in a directory or an object store, and how they appear |
+//! | `shared` | other files that are shared in the same way, such as the measurements of an evaluation in shards |
 //! | `temporary` | directories for files that are being written, and the removal of those of killed workers |
 //! | `unit_file` | the file of a unit that writes tensors: a sink for the pipeline, and its reader |
 //! | `job` | a job as a worker opens it: model, plan and tokens, compared with the record |
@@ -31,6 +32,7 @@ mod graph;
 mod job;
 mod merge;
 mod record;
+mod shared;
 mod sources;
 mod status;
 mod store;
@@ -41,5 +43,7 @@ mod work;
 
 pub use graph::{Cost, Unit, Work};
 pub use job::{Initialized, JobRequest, UnitJob, init};
+pub use shared::SharedFiles;
 pub use status::{JobStatus, State, UnitStatus};
+pub use store::{check_location, is_url};
 pub use work::{Phase, Selection, UnitDone, WorkOptions};

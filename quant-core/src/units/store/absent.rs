@@ -1,4 +1,4 @@
-//! The error that a build without the feature `store` reports for a job in an object store.
+//! The error that a build without the feature `store` reports for the URL of an object store.
 
 use std::path::Path;
 
@@ -7,10 +7,6 @@ use crate::run::Host;
 use crate::{Error, Result};
 
 pub(super) fn open(url: &Path, _host: &Host<'_>) -> Result<Box<dyn Files>> {
-    Err(absent(url))
-}
-
-pub(super) fn create(url: &Path, _host: &Host<'_>) -> Result<Box<dyn Files>> {
     Err(absent(url))
 }
 
@@ -24,7 +20,7 @@ fn absent(url: &Path) -> Error {
     let scheme = url.split("://").next().unwrap_or_default();
     Error::usage(
         format!(
-            "the job is in an object store ({scheme}://), and this program was built without the feature `store`"
+            "{scheme}:// is the URL of an object store, and this program was built without the feature `store`"
         ),
         "use a directory that all workers see, or build the program with `--features store`",
     )

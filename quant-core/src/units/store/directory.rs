@@ -1,4 +1,4 @@
-//! The files of a job in a directory.
+//! The files of a job, or other shared files, in a directory.
 //!
 //! A file is written under a temporary name in `tmp/`, synced, and then linked to its name, which fails if the name
 //! exists. So a name never refers to an incomplete file, and the first of several workers wins. The file system must
@@ -9,10 +9,9 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use super::{
-    Files, INPUTS, LOG, LocalFile, Publication, RECORD, UNITS, damaged, is_regular, temporary_directory,
-    written,
+    FOLDERS, Files, LocalFile, Publication, RECORD, damaged, is_regular, temporary_directory, written,
 };
-use crate::checkpoint::{open_regular, printable};
+use crate::checkpoint::{open_regular, printable, read_capped};
 use crate::{CancelToken, Error, Result, system};
 
 const TEMPORARY: &str = "tmp";
@@ -29,45 +28,19 @@ impl Directory {
         Self { path: path.to_owned(), temporary: path.join(TEMPORARY) }
     }
 
-    /// Creates the directories of a job.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] if the directory holds anything else; [`Error::Io`].
-    pub(super) fn create(path: &Path) -> Result<Self> {
-        let known = [RECORD, INPUTS, UNITS, LOG, TEMPORARY];
-        match std::fs::read_dir(path) {
-            Ok(entries) => {
-                for entry in entries {
-                    let name = entry.map_err(|e| Error::io("list", path, e))?.file_name();
-                    if !known.iter().any(|known| name == *known) {
-                        return Err(Error::usage(
-                            format!(
-                                "{} contains `{}`, which is not part of a job",
-                                path.display(),
-                                printable(&name.to_string_lossy())
-                            ),
-                            "choose a new directory",
-                        ));
-                    }
-                }
-            }
-            Err(e) if e.kind() == ErrorKind::NotFound => {}
-            Err(e) => return Err(Error::io("list", path, e)),
-        }
-        create_all(path)?;
-        for directory in [INPUTS, UNITS, LOG, TEMPORARY] {
-            let directory = path.join(directory);
-            std::fs::create_dir_all(&directory).map_err(|e| Error::io("create", &directory, e))?;
-        }
-        // An earlier call may have been killed before it synced what it created.
-        sync(path)?;
-        sync_parent(path)?;
-        Ok(Self::new(path))
-    }
-
     fn existing(&self, key: &str) -> Result<Option<PathBuf>> {
         let path = self.path.join(key);
         Ok(is_regular(&path)?.then_some(path))
+    }
+
+    /// Fails if a file has more than `max_bytes`, which may be more than anyone wants to read.
+    fn existing_within(&self, key: &str, max_bytes: u64) -> Result<Option<PathBuf>> {
+        let Some(path) = self.existing(key)? else { return Ok(None) };
+        let bytes = std::fs::metadata(&path).map_err(|e| Error::io("read", &path, e))?.len();
+        match bytes <= max_bytes {
+            true => Ok(Some(path)),
+            false => Err(damaged(&path, format!("has {bytes} bytes; the limit is {max_bytes}"))),
+        }
     }
 
     fn link(&self, file: &Path, target: &Path) -> Result<Publication> {
@@ -105,6 +78,29 @@ impl Files for Directory {
         Some(&self.path)
     }
 
+    fn check_unused(&self) -> Result<()> {
+        let is_known = |name: &str| [RECORD, TEMPORARY].contains(&name) || FOLDERS.contains(&name);
+        match self.entries(&self.path)?.iter().find(|name| !is_known(name)) {
+            None => Ok(()),
+            Some(name) => Err(Error::usage(
+                format!("{} contains `{}`, which is not part of a job", self.path.display(), printable(name)),
+                "choose a new directory",
+            )),
+        }
+    }
+
+    fn prepare(&self, folders: &[&str]) -> Result<()> {
+        let path = &self.path;
+        create_all(path)?;
+        for directory in folders.iter().chain([&TEMPORARY]) {
+            let directory = path.join(directory);
+            std::fs::create_dir_all(&directory).map_err(|e| Error::io("create", &directory, e))?;
+        }
+        // An earlier call may have been killed before it synced what it created.
+        sync(path)?;
+        sync_parent(path)
+    }
+
     /// A result gets its name by a hard link, which cannot lead to another file system.
     fn scratch(&self) -> (&Path, &'static str) {
         (&self.temporary, "")
@@ -114,12 +110,18 @@ impl Files for Directory {
         Ok(self.existing(key)?.is_some())
     }
 
-    fn small(&self, key: &str, _max_bytes: u64) -> Result<Option<PathBuf>> {
-        self.existing(key)
+    fn bytes(&self, key: &str, max_bytes: u64) -> Result<Option<Vec<u8>>> {
+        let Some(path) = self.existing(key)? else { return Ok(None) };
+        let bytes = read_capped(&path, &path, max_bytes)?;
+        bytes.map(Some).map_err(|reason| damaged(&path, reason))
     }
 
-    fn result(&self, key: &str, _max_bytes: u64, _cancel: &CancelToken) -> Result<Option<LocalFile>> {
-        self.outline(key)
+    fn small(&self, key: &str, max_bytes: u64) -> Result<Option<PathBuf>> {
+        self.existing_within(key, max_bytes)
+    }
+
+    fn result(&self, key: &str, max_bytes: u64, _cancel: &CancelToken) -> Result<Option<LocalFile>> {
+        Ok(self.existing_within(key, max_bytes)?.map(|path| LocalFile { path, _copy: None }))
     }
 
     fn outline(&self, key: &str) -> Result<Option<LocalFile>> {

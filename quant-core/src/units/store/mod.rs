@@ -34,16 +34,31 @@ pub(super) const RECORD: &str = "job.json";
 pub(super) const UNITS: &str = "units";
 pub(super) const LOG: &str = "log";
 const INPUTS: &str = "inputs";
+/// The folders of a job.
+const FOLDERS: [&str; 3] = [INPUTS, UNITS, LOG];
 const INPUT_DIGITS: usize = 32;
 /// The maximum size of an input.
 pub(super) const MAX_INPUT_BYTES: u64 = 1 << 30;
 
-/// How the files of a job are kept.
+/// How the files of a job, or other shared files, are kept.
 pub(super) trait Files: Debug + Send + Sync {
     /// Returns the directory, if the files are in one.
     fn directory(&self) -> Option<&Path> {
         None
     }
+
+    /// Fails if there is anything that is not part of a job.
+    ///
+    /// # Errors
+    /// [`Error::Usage`].
+    fn check_unused(&self) -> Result<()>;
+
+    /// Prepares the place for files in these folders and outside of folders. Several processes may do this at the same
+    /// time.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] if a file that is published could replace another.
+    fn prepare(&self, folders: &[&str]) -> Result<()>;
 
     /// Returns the local directory for temporary files, and the prefix of their names there.
     fn scratch(&self) -> (&Path, &'static str);
@@ -53,6 +68,12 @@ pub(super) trait Files: Debug + Send + Sync {
     /// # Errors
     /// [`Error::InputFile`] if something else has its name.
     fn exists(&self, key: &str) -> Result<bool>;
+
+    /// Returns the contents of a small file; `None` if it does not exist.
+    ///
+    /// # Errors
+    /// [`Error::InputFile`] if it is larger than `max_bytes`, or something else has its name.
+    fn bytes(&self, key: &str, max_bytes: u64) -> Result<Option<Vec<u8>>>;
 
     /// Returns a local copy of a small file, which may be the file itself; `None` if it does not exist. The copy stays
     /// until `self` is dropped.
@@ -84,7 +105,7 @@ pub(super) trait Files: Debug + Send + Sync {
     /// [`Error::InputFile`] if all names for damaged versions of the file are in use.
     fn set_aside(&self, key: &str) -> Result<Option<String>>;
 
-    /// Returns the names in a folder.
+    /// Returns the names in a folder; outside of folders if `folder` is empty.
     fn list(&self, folder: &str) -> Result<Vec<String>>;
 
     /// Returns the number of temporary files of running or killed workers that are visible here.
@@ -131,10 +152,7 @@ impl Store {
     /// # Errors
     /// [`Error::Usage`] if there is no job; [`Error::Unavailable`] if the object store is.
     pub(super) fn open(location: &Path, host: &Host<'_>) -> Result<Self> {
-        let files = match is_url(location) {
-            true => objects::open(location, host)?,
-            false => Box::new(Directory::new(location)),
-        };
+        let files = files(location, host)?;
         let exists = match files.directory() {
             // Something else of this name is reported when the record is read.
             Some(directory) => std::fs::symlink_metadata(directory.join(RECORD)).is_ok(),
@@ -154,10 +172,9 @@ impl Store {
     /// # Errors
     /// [`Error::Usage`] if it holds anything else; [`Error::Io`]; [`Error::Unavailable`].
     pub(super) fn create(location: &Path, host: &Host<'_>) -> Result<Self> {
-        let files = match is_url(location) {
-            true => objects::create(location, host)?,
-            false => Box::new(Directory::create(location)?),
-        };
+        let files = files(location, host)?;
+        files.check_unused()?;
+        files.prepare(&FOLDERS)?;
         Ok(Self { location: location.to_owned(), files })
     }
 
@@ -211,8 +228,7 @@ impl Store {
 
     /// Returns the key of an input. Fails if the name leads out of the store.
     fn input(&self, name: &str) -> Result<String> {
-        let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
-        match plain && !name.starts_with('.') && !name.is_empty() {
+        match is_plain(name) {
             true => Ok(format!("{INPUTS}/{name}")),
             false => Err(damaged(&self.shown(RECORD), format!("names the input `{}`", printable(name)))),
         }
@@ -231,16 +247,34 @@ impl Store {
     }
 }
 
+/// The files at a location, which need not exist.
+pub(super) fn files(location: &Path, host: &Host<'_>) -> Result<Box<dyn Files>> {
+    match is_url(location) {
+        true => objects::open(location, host),
+        false => Ok(Box::new(Directory::new(location))),
+    }
+}
+
+/// Returns whether a name consists of letters, digits, `-`, `.` and `_`, and does not begin with a dot.
+pub(super) fn is_plain(name: &str) -> bool {
+    let plain = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+    plain && !name.starts_with('.') && !name.is_empty()
+}
+
 /// Returns whether a location is the URL of an object store instead of a directory.
-pub(super) fn is_url(location: &Path) -> bool {
+pub fn is_url(location: &Path) -> bool {
     let scheme = location.to_str().and_then(|text| text.split_once("://"));
     scheme.is_some_and(|(scheme, _)| {
         !scheme.is_empty() && scheme.bytes().all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
     })
 }
 
-/// Fails if a location is a URL that no job can have.
-pub(super) fn check_location(location: &Path) -> Result<()> {
+/// Fails if a location is the URL of an object store that is invalid, or that this program cannot open. No request is
+/// made.
+///
+/// # Errors
+/// [`Error::Usage`].
+pub fn check_location(location: &Path) -> Result<()> {
     if is_url(location) { objects::check_url(location) } else { Ok(()) }
 }
 

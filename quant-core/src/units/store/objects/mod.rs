@@ -23,8 +23,7 @@ use self::client::{Client, Contents, Pending};
 use self::location::Location;
 use self::manifest::{Manifest, Part, Wanted};
 use super::{
-    Files, INPUTS, LOG, LocalFile, MAX_INPUT_BYTES, Publication, RECORD, UNITS, damaged, temporary_directory,
-    written,
+    FOLDERS, Files, LocalFile, MAX_INPUT_BYTES, Publication, RECORD, damaged, temporary_directory, written,
 };
 use crate::checkpoint::printable;
 use crate::digest::hex;
@@ -33,7 +32,7 @@ use crate::units::temporary::Temporary;
 use crate::{CancelToken, Error, Result, system};
 
 const PARTS: &str = "parts";
-const PROBE: &str = "tmp/probe";
+const TEMPORARY: &str = "tmp";
 /// The prefix of the names of local directories.
 const PREFIX: &str = "quant-job-";
 /// Parts that are transferred at the same time. Each is in memory.
@@ -64,13 +63,6 @@ pub(super) fn open(url: &Path, host: &Host<'_>) -> Result<Box<dyn Files>> {
     Ok(Box::new(Objects::open(url, host)?))
 }
 
-pub(super) fn create(url: &Path, host: &Host<'_>) -> Result<Box<dyn Files>> {
-    let objects = Objects::open(url, host)?;
-    objects.check_unused()?;
-    objects.check_conditions()?;
-    Ok(Box::new(objects))
-}
-
 impl Objects {
     fn open(url: &Path, host: &Host<'_>) -> Result<Self> {
         let location = Location::parse(url)?;
@@ -87,7 +79,7 @@ impl Objects {
 
     fn key(&self, key: &str) -> Key {
         // Keys of this crate need no encoding.
-        key.split('/').fold(self.prefix.clone(), |path, part| path.join(part))
+        key.split('/').filter(|part| !part.is_empty()).fold(self.prefix.clone(), |path, part| path.join(part))
     }
 
     fn shown(&self, key: &str) -> PathBuf {
@@ -98,24 +90,12 @@ impl Objects {
         self.client.wait(pending, action, &self.cancel)
     }
 
-    /// Fails if there are objects that are not part of a job.
-    fn check_unused(&self) -> Result<()> {
-        let known = [RECORD, INPUTS, UNITS, LOG, PARTS, "tmp"];
-        let found = self.wait(self.client.list(&self.prefix)?, "list objects")?;
-        let names = found.iter().filter_map(|key| key.filename());
-        match names.into_iter().find(|name| !known.contains(name)) {
-            None => Ok(()),
-            Some(name) => Err(Error::usage(
-                format!("{} contains `{}`, which is not part of a job", self.url.display(), printable(name)),
-                "choose a new prefix",
-            )),
-        }
-    }
-
     /// Fails if the store replaces an object that it should not. The contract of jobs depends on this, and not all
     /// stores with the interface of S3 keep it.
     fn check_conditions(&self) -> Result<()> {
-        let key = self.key(PROBE);
+        // The name of the local directory is random, so no other process writes this object.
+        let unique = self.copies.path().file_name().unwrap_or_default().to_string_lossy();
+        let key = self.key(&format!("{TEMPORARY}/probe-{unique}"));
         let create = || self.wait(self.client.create(&key, b"probe".to_vec())?, "write objects");
         let replaced = create()? && create()?;
         self.wait(self.client.remove(&key)?, "delete objects")?;
@@ -268,12 +248,31 @@ impl Objects {
 }
 
 impl Files for Objects {
+    fn check_unused(&self) -> Result<()> {
+        let is_known = |name: &str| [RECORD, PARTS, TEMPORARY].contains(&name) || FOLDERS.contains(&name);
+        match self.list("")?.iter().find(|name| !is_known(name)) {
+            None => Ok(()),
+            Some(name) => Err(Error::usage(
+                format!("{} contains `{}`, which is not part of a job", self.url.display(), printable(name)),
+                "choose a new prefix",
+            )),
+        }
+    }
+
+    fn prepare(&self, _folders: &[&str]) -> Result<()> {
+        self.check_conditions()
+    }
+
     fn scratch(&self) -> (&Path, &'static str) {
         (&self.scratch, PREFIX)
     }
 
     fn exists(&self, key: &str) -> Result<bool> {
         self.wait(self.client.exists(&self.key(key))?, &format!("find {key}"))
+    }
+
+    fn bytes(&self, key: &str, max_bytes: u64) -> Result<Option<Vec<u8>>> {
+        self.get(key, max_bytes, &self.cancel)
     }
 
     fn small(&self, key: &str, max_bytes: u64) -> Result<Option<PathBuf>> {
@@ -333,7 +332,7 @@ impl Files for Objects {
     }
 
     fn list(&self, folder: &str) -> Result<Vec<String>> {
-        let found = self.wait(self.client.list(&self.key(folder))?, &format!("list {folder}"))?;
+        let found = self.wait(self.client.list(&self.key(folder))?, "list objects")?;
         Ok(found.iter().filter_map(|key| key.filename().map(str::to_owned)).collect())
     }
 }

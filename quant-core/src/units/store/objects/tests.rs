@@ -44,7 +44,9 @@ impl Bench {
     }
 
     fn create(&self) -> Result<Box<dyn Files>> {
-        self.with_host(|host| create(Path::new(URL), host))
+        let files = self.with_host(|host| open(Path::new(URL), host))?;
+        files.check_unused()?;
+        files.prepare(&FOLDERS).map(|()| files)
     }
 
     fn with_host<T>(&self, work: impl FnOnce(&Host<'_>) -> Result<T>) -> Result<T> {
