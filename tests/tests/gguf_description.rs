@@ -7,7 +7,8 @@ use quant_core::gguf::{GgufFile, Value};
 use quant_tests::args;
 use quant_tests::models::write_cut_demo_model;
 use quant_tests::program::{Run, quant};
-use serde_json::json;
+use quant_tests::refusal::check_message;
+use serde_json::{Value as Json, json};
 
 fn quantize(model: &Path, out: &Path, options: &[&str]) -> Run {
     let arguments = args!["quantize", model, "-o", out, "--format", "gguf"];
@@ -56,5 +57,29 @@ fn a_file_from_a_file_keeps_its_description() {
     for name in ["third.gguf", "fourth.gguf"] {
         let (all, is_attributed) = described(name);
         assert_eq!((&all, is_attributed), (&second, false), "{name}");
+    }
+}
+
+/// No reader accepts a file whose tokenizer adds a token that does not exist.
+#[test]
+fn a_tokenizer_that_adds_an_unknown_token_is_refused() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (model, out) = (scratch.path().join("model"), scratch.path().join("out.gguf"));
+    write_cut_demo_model(&model, 1);
+    let path = model.join("tokenizer.json");
+    let intact: Json = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let text = json!({ "Sequence": { "id": "A", "type_id": 0 } });
+    let other = json!({ "Sequence": { "id": "B", "type_id": 0 } });
+    let added = json!({ "SpecialToken": { "id": "<x>", "type_id": 0 } });
+    for single in [[&added, &text], [&text, &added]] {
+        let mut tokenizer = intact.clone();
+        tokenizer["post_processor"] = json!({
+            "type": "TemplateProcessing", "single": single, "pair": [text, other],
+            "special_tokens": { "<x>": { "id": "<x>", "ids": [70_000], "tokens": ["<x>"] } },
+        });
+        std::fs::write(&path, tokenizer.to_string()).unwrap();
+        let run = quantize(&model, &out, &["--scheme", "f16"]);
+        check_message("an unknown token", &run, 4, &["tokenizer.json", "adds the token 70000", "4096 tokens"]);
+        assert!(!out.exists());
     }
 }

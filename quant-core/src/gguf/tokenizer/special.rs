@@ -62,6 +62,11 @@ pub(super) fn read(
     let (adds_bos, adds_eos) = (first.is_some(), last.is_some());
     for (key, id) in [("bos", first), ("eos", last)] {
         let Some(id) = id else { continue };
+        let tokens = vocabulary.tokens.len();
+        if id as usize >= tokens {
+            let reason = format!("adds the token {id} to texts, but the vocabulary has {tokens} tokens");
+            return Err(super::unwritable(tokenizer.path(), reason));
+        }
         match ids.iter_mut().find(|(known, _)| *known == key) {
             // The token that the tokenizer actually adds takes precedence.
             Some(known) => known.1 = id,
