@@ -8,6 +8,7 @@ from typing import Any
 import torch  # type: ignore[import-not-found,unused-ignore]
 
 from fewbits import _kernels
+from fewbits._memory import MappedFiles
 
 _LOGGER = logging.getLogger("fewbits")
 
@@ -211,6 +212,7 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
     """Replaces linears of compressed-tensors by packed ones. Returns the numbers of linears that were replaced and
     that were not."""
     replaced = stayed = 0
+    files = MappedFiles()
     for name, module in list(model.named_modules()):
         if getattr(module, "quantization_scheme", None) is None or not isinstance(module, torch.nn.Linear):
             continue
@@ -222,6 +224,10 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
         setattr(model.get_submodule(parent), child, packed)
         # Free the source tensors before the next linear is packed.
         for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                # The packed linear may keep the bias itself.
+                if tensor is not None and key != "bias" and tensor.is_contiguous():
+                    files.release(tensor)
             tensors.clear()
         replaced += 1
     return replaced, stayed

@@ -75,6 +75,13 @@ def lm_eval_agrees(model):
     say("lm-eval: log-likelihoods, also rolling, and texts equal those of `hf` in float32", start)
 
 
+def resident(path):
+    """The bytes of a mapped file that are in the memory of this process."""
+    smaps = Path("/proc/self/smaps").read_text()
+    maps = re.findall(rf"^[0-9a-f]+-[0-9a-f]+ .*{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+) kB", smaps, re.MULTILINE)
+    return 1024 * sum(map(int, maps))
+
+
 @torch.no_grad()
 def transformers_agrees(fewbits, model, scratch):
     """Compares logits and texts of packed checkpoints: transformers, which unpacks the weights, against quant's
@@ -97,7 +104,13 @@ def transformers_agrees(fewbits, model, scratch):
         plain = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
         expected = plain(tokens).logits
         fewbits.transformers.enable()
+        weights = out / "model.safetensors"
+        before = resident(weights)
         packed = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        # Packed weights are copies, so the codes in the file do not stay in memory.
+        codes = sum(m.packed.numel() for m in packed.modules() if type(m).__name__ == "PackedLinear")
+        grown = resident(weights) - before
+        assert grown <= weights.stat().st_size - codes / 2, (name, grown, codes)
         linears = [m for m in packed.modules() if type(m).__name__ == "PackedLinear"]
         assert len(linears) == 7 * 6, len(linears)
         assert not any("weight_packed" in key or "weight_scale" in key for key in packed.state_dict())
