@@ -79,7 +79,12 @@ fn a_tokenizer_that_adds_an_unknown_token_is_refused() {
         });
         std::fs::write(&path, tokenizer.to_string()).unwrap();
         let run = quantize(&model, &out, &["--scheme", "f16"]);
-        check_message("an unknown token", &run, 4, &["tokenizer.json", "adds the token 70000", "4096 tokens"]);
+        check_message(
+            "an unknown token",
+            &run,
+            4,
+            &["tokenizer.json", "adds the token 70000", "4096 tokens"],
+        );
         assert!(!out.exists());
     }
 }
