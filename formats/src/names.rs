@@ -1,9 +1,8 @@
 //! Errors for unknown names and for paths that do not exist, with the name that was probably meant.
 
-use std::path::{Component, Path};
+use std::path::{Component, Path, PathBuf};
 
 use crate::Error;
-use crate::checkpoint::printable;
 
 /// The shortest name for which a longer name that contains it is suggested.
 const MIN_PART: usize = 3;
@@ -43,9 +42,9 @@ pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
 /// The most entries of a directory with which a name is compared.
 const MAX_ENTRIES: usize = 4096;
 
-/// Returns the existing path that was probably meant by one that does not exist, for a message: a path that differs in
-/// one component, and little. Of each path, at most one directory is read, and only if it has at most 4096 entries.
-pub fn nearest_path(path: &Path) -> Option<String> {
+/// Returns the existing path that was probably meant by one that does not exist: a path that differs in one component,
+/// and little. At most one directory is read, and only if it has at most 4096 entries.
+pub fn nearest_path(path: &Path) -> Option<PathBuf> {
     if path.exists() {
         return None;
     }
@@ -70,7 +69,7 @@ pub fn nearest_path(path: &Path) -> Option<String> {
     }
     let meant = directory.join(near).join(rest.as_path());
     let meant = if rest.as_path().as_os_str().is_empty() { directory.join(near) } else { meant };
-    meant.exists().then(|| printable(&meant.display().to_string()))
+    meant.exists().then_some(meant)
 }
 
 /// Returns the remedy for an unknown name: the nearest known name, if there is one, and then `listed`.
@@ -118,16 +117,15 @@ mod tests {
             std::fs::create_dir_all(at(path)).unwrap();
         }
         std::fs::write(at("texts/stories.txt"), "").unwrap();
-        let shown = |path: &str| Some(at(path).display().to_string());
         for (given, meant) in [
-            ("model/small", shown("models/small")),
-            ("models/smal", shown("models/small")),
-            ("models/Large", shown("models/large")),
-            ("texts/story.txt", shown("texts/stories.txt")),
-            ("texts/stories", shown("texts/stories.txt")),
+            ("model/small", Some(at("models/small"))),
+            ("models/smal", Some(at("models/small"))),
+            ("models/Large", Some(at("models/large"))),
+            ("texts/story.txt", Some(at("texts/stories.txt"))),
+            ("texts/stories", Some(at("texts/stories.txt"))),
             ("cache", None),
-            ("b[31mad", shown("b\\u{1b}[31mad")),
-            ("models/../tex", shown("models/../texts")),
+            ("b[31mad", Some(at("b\u{1b}[31mad"))),
+            ("models/../tex", Some(at("models/../texts"))),
             // These differ in two components, by too much, or not at all.
             ("model/smal", None),
             ("models/tiny", None),
@@ -137,7 +135,7 @@ mod tests {
         ] {
             assert_eq!(nearest_path(&at(given)), meant, "{given}");
         }
-        assert_eq!(nearest_path(Path::new("Cargo.tml")).as_deref(), Some("Cargo.toml"));
+        assert_eq!(nearest_path(Path::new("Cargo.tml")), Some(PathBuf::from("Cargo.toml")));
         assert_eq!(nearest_path(Path::new("")), None);
         for i in 0..MAX_ENTRIES {
             std::fs::write(at("models").join(i.to_string()), "").unwrap();

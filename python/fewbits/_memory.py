@@ -29,8 +29,8 @@ class MappedFiles:
                 self._ranges.append((begin, end))
 
     def release(self, tensor: Any) -> None:
-        """Returns the pages of a tensor that nobody uses any more to the system. Has no effect unless the tensor is part
-        of a mapped file, from which its pages could be read again."""
+        """Returns the pages of a tensor that is no longer used to the system. Has no effect unless the tensor is part of
+        a mapped file, from which its pages could be read again."""
         begin = tensor.data_ptr()
         end = begin + tensor.numel() * tensor.element_size()
         if not any(first <= begin and end <= last for first, last in self._ranges):

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use super::Error;
-use crate::checkpoint::WEIGHT_FLOATS;
+use crate::checkpoint::{WEIGHT_FLOATS, printable};
 use crate::format::quant_methods;
 use crate::names::{nearest, nearest_path};
 use crate::wording::Remedy;
@@ -14,7 +14,7 @@ impl Error {
     /// probably meant, for which at most one directory is read.
     pub fn remedy(&self) -> Remedy {
         let remedy = self.known_remedy();
-        match self.absent_path().and_then(nearest_path) {
+        match self.absent_path().and_then(shown_nearest) {
             Some(meant) => format!("did you mean {meant}? {remedy}").into(),
             None => remedy,
         }
@@ -141,7 +141,7 @@ impl Error {
             }
             Self::UnknownText { name, known } => {
                 let set = || nearest(name, known.iter().map(String::as_str)).map(str::to_owned);
-                let file = || nearest_path(Path::new(name));
+                let file = || shown_nearest(Path::new(name));
                 let meant = match name.contains(['/', '.']) {
                     true => file().or_else(set),
                     false => set().or_else(file),
@@ -218,6 +218,11 @@ impl Error {
         };
         text.into()
     }
+}
+
+/// The path that was probably meant, as messages show it.
+fn shown_nearest(path: &Path) -> Option<String> {
+    nearest_path(path).map(|meant| printable(&meant.display().to_string()))
 }
 
 /// `model.layers.3.mlp.down_proj.weight` → `down_proj`.

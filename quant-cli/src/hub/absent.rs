@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 
 use quant_calibration_data::PublicSet;
+use quant_core::checkpoint::printable;
 use quant_core::names::nearest_path;
 use quant_core::{Error, Result};
 
@@ -15,6 +16,7 @@ use crate::inputs::{BUILTIN, HELDOUT_NAME};
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
     let revision = id.revision.as_ref().map(|r| format!(" --revision {r}")).unwrap_or_default();
     let meant = nearest_path(Path::new(&id.repository()));
+    let meant = meant.map(|meant| printable(&meant.display().to_string()));
     let meant = meant.map_or_else(String::new, |meant| format!("did you mean {meant}? "));
     // Not an error of the environment: a scheduler would retry it.
     Err(Error::usage(

@@ -16,7 +16,7 @@ use object_store::{
 use tempfile::TempDir;
 
 use super::super::super::unit_file::{Identity, UnitFile, UnitSink};
-use super::super::{Files, LocalFile, Publication};
+use super::super::{Files, INPUTS, LOG, LocalFile, Publication, UNITS};
 use super::manifest::PART_BYTES;
 use super::*;
 use crate::checkpoint::{Dtype, TensorInfo, TensorSink, TensorSpec};
