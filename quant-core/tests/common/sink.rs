@@ -1,6 +1,6 @@
 //! A sink for runs that are interrupted and resumed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use quant_core::checkpoint::MemorySink;
 use quant_core::recipe::Plan;
@@ -13,20 +13,22 @@ pub struct Resumable {
     /// The tensors.
     pub sink: MemorySink,
     pub records: BTreeMap<String, Value>,
+    /// The keys of all records that were ever stored, also of those that were removed.
+    pub recorded: BTreeSet<String>,
     committed: Option<Box<Self>>,
 }
 
 impl Resumable {
     pub fn new(plan: &Plan) -> Self {
         let sink = MemorySink::new(plan.outputs()).unwrap();
-        let empty = Self { sink, records: BTreeMap::new(), committed: None };
+        let empty = Self { sink, records: BTreeMap::new(), recorded: BTreeSet::new(), committed: None };
         Self { committed: Some(Box::new(empty.clone())), ..empty }
     }
 
     /// The sink as a resumed run finds it.
     pub fn resumed(&self) -> Self {
         let committed = self.committed.clone().unwrap();
-        Self { committed: Some(committed.clone()), ..*committed }
+        Self { committed: Some(committed.clone()), recorded: BTreeSet::new(), ..*committed }
     }
 
     pub fn tensors(self) -> BTreeMap<String, Vec<u8>> {
@@ -45,6 +47,7 @@ impl TensorSink for Resumable {
     }
 
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
+        self.recorded.insert(key.to_owned());
         match value {
             Value::Null => self.records.remove(key),
             value => self.records.insert(key.to_owned(), value.clone()),
