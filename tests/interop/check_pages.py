@@ -2,8 +2,8 @@
 
 Every page is made from results whose numbers are known, and opened as a file without scripts: light and dark, in a wide
 window and on a phone. The check examines what the browser rendered: the contents, that names that look like markup are
-escaped, that names break only after separators, that nothing overflows or overlaps, and that all text has enough contrast. check.py runs these as its `page`
-checks.
+escaped, that names break only after separators, that nothing overflows or overlaps, and that all text has enough
+contrast. check.py runs these as its `page` checks.
 """
 
 import json
@@ -12,7 +12,8 @@ import shutil
 
 from playwright.sync_api import sync_playwright
 
-VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 700, 390)]
+# The second width is just above that below which rows become cards.
+VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 780, 700, 390)]
 # WCAG 2.2, 1.4.3: contrast of text to its background.
 CONTRAST = 4.5
 # A name that would be markup if it were not escaped.
