@@ -32,6 +32,12 @@ def cpu() -> str:
     return field("/proc/cpuinfo", "model name") or platform.machine()
 
 
+def generation() -> str:
+    """The CPU's family and model, which tell generations apart that virtual machines name alike."""
+    family, model = field("/proc/cpuinfo", "cpu family"), field("/proc/cpuinfo", "model")
+    return f" (family {family}, model {model})" if family and model else ""
+
+
 def cpus() -> int:
     return len(os.sched_getaffinity(0))
 
@@ -41,7 +47,7 @@ def header(title: str, command: str) -> list[str]:
     git = ["git", "rev-parse", "--short=12", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     gib = round(int((field("/proc/meminfo", "MemTotal") or "0").split()[0]) / 2**20)
-    host = f"{cpu()}, {cpus()} CPUs, {gib} GiB, Linux {platform.release()}"
+    host = f"{cpu()}{generation()}, {cpus()} CPUs, {gib} GiB, Linux {platform.release()}"
     return [f"# {title}", "", f"- date: {today()}", f"- commit: {commit}", f"- host: {host}", f"- command: `{command}`"]
 
 

@@ -28,6 +28,8 @@ const FEATURES: [&str; 14] = [
 pub struct Host {
     /// The CPU's marketing name.
     pub cpu: String,
+    /// The CPU's family and model, which tell generations apart that virtual machines name alike; empty if not stated.
+    pub generation: String,
     /// Logical CPUs this process may use.
     pub cpus: usize,
     /// The relevant instruction sets that it supports.
@@ -49,6 +51,7 @@ impl Host {
             .unwrap_or(0);
         Self {
             cpu: field(&cpuinfo, "model name").unwrap_or(std::env::consts::ARCH).to_owned(),
+            generation: generation(&cpuinfo),
             cpus: std::thread::available_parallelism().map_or(1, usize::from),
             features: interesting(&cpuinfo),
             memory_gib: (kib as f64 / f64::from(1 << 20)).round() as u64,
@@ -67,8 +70,9 @@ impl Host {
     /// The header lines of a record.
     pub fn lines(&self) -> String {
         format!(
-            "- host: {}, {} CPUs, {} GiB, Linux {}\n- instruction sets: {}\n",
+            "- host: {}{}, {} CPUs, {} GiB, Linux {}\n- instruction sets: {}\n",
             self.cpu,
+            self.generation,
             self.cpus,
             self.memory_gib,
             self.kernel,
@@ -82,6 +86,13 @@ fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
         let (k, v) = l.split_once(':')?;
         (k.trim() == key).then_some(v.trim())
     })
+}
+
+fn generation(cpuinfo: &str) -> String {
+    match (field(cpuinfo, "cpu family"), field(cpuinfo, "model")) {
+        (Some(family), Some(model)) => format!(" (family {family}, model {model})"),
+        _ => String::new(),
+    }
 }
 
 fn interesting(cpuinfo: &str) -> Vec<&'static str> {
@@ -119,12 +130,15 @@ mod tests {
 
     #[test]
     fn features_and_fields_are_found() {
-        let text =
-            "processor\t: 0\nmodel name\t: AMD EPYC (Zen) 9B14\nflags\t\t: fpu avx2 avx512f avx512fx\n";
+        let text = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC (Zen) 9B14\n\
+                    flags\t\t: fpu avx2 avx512f avx512fx\n";
         assert_eq!(field(text, "model name"), Some("AMD EPYC (Zen) 9B14"));
         assert_eq!(interesting(text), ["avx2", "avx512f"]);
+        let (known, unknown) = (generation(text), generation("model name : one\n"));
+        assert_eq!([&*known, &*unknown], [" (family 25, model 17)", ""]);
         let host = Host {
             cpu: "AMD EPYC (Zen) 9B14".into(),
+            generation: known,
             cpus: 2,
             features: vec![],
             memory_gib: 1,
