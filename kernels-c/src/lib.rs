@@ -33,8 +33,9 @@
 //!
 //! `Scope`, in `memory.rs`, checks the rest: null, alignment, sizes that overflow, and outputs that overlap.
 //!
-//! The feature `rayon` adds a thread pool for callers that have no threads: module `pool`. The feature `cuda` adds
-//! everything that `include/quant_kernels_cuda.h` declares: module `cuda`.
+//! The feature `rayon` adds a thread pool for callers that have no threads: module `pool`. The feature `openmp` runs
+//! pieces of work on the threads of an OpenMP runtime: module `openmp`. The feature `cuda` adds everything that
+//! `include/quant_kernels_cuda.h` declares: module `cuda`.
 #![allow(unsafe_code, reason = "pointers of a C caller")]
 #![allow(non_camel_case_types, reason = "names as C has them")]
 
@@ -50,6 +51,8 @@ mod kv_cache;
 mod layouts;
 mod memory;
 mod multiply;
+#[cfg(feature = "openmp")]
+mod openmp;
 mod parallel;
 #[cfg(feature = "rayon")]
 mod pool;
@@ -67,6 +70,8 @@ pub use hadamard::*;
 pub use kv::*;
 pub use kv_cache::*;
 pub use multiply::*;
+#[cfg(feature = "openmp")]
+pub use openmp::*;
 pub use parallel::*;
 #[cfg(feature = "rayon")]
 pub use pool::*;

@@ -11,6 +11,8 @@ from typing import Any
 from fewbits._call import code
 from fewbits._errors import InternalError, UsageError
 
+#: Rows of a panel, the smallest part of a matrix that can be packed by itself.
+PANEL_ROWS = 16
 #: `QZ1_TYPE_…` by torch's name of the type.
 TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 
@@ -67,6 +69,10 @@ class _Static(Structure):
 
 class _Parallel(Structure):
     _fields_ = [("struct_size", c_uint32), ("threads", c_uint32), ("ctx", c_void_p), ("for_each", c_void_p)]
+
+
+class _OpenMP(Structure):
+    _fields_ = [("gomp_parallel", c_void_p), ("threads", c_uint32)]
 
 
 class _Message(Structure):
@@ -139,6 +145,17 @@ class _Rows(threading.local):
 
 _ROWS = _Rows()
 _POOLS: dict[tuple[int, int], _Parallel] = {}
+#: The process that may use the threads of OpenMP, and `GOMP_parallel` of its runtime.
+_OPENMP: list[tuple[int, int]] = []
+#: Contexts of `for_each`, to which `_POOLS` has pointers.
+_CONTEXTS: list[_OpenMP] = []
+
+
+def use_openmp(gomp_parallel: int | None) -> None:
+    """Lets the kernels run on the threads of an OpenMP runtime, given the address of its ``GOMP_parallel``. Its threads
+    spin for a while after each parallel region, and a pool of our own would compete with them for the processors."""
+    if gomp_parallel is not None:
+        _OPENMP[:] = [(os.getpid(), gomp_parallel)]
 
 
 def _parallel(threads: int) -> _Parallel | None:
@@ -146,20 +163,29 @@ def _parallel(threads: int) -> _Parallel | None:
     inherited."""
     if threads <= 1:
         return None
-    known = _POOLS.get((os.getpid(), threads))
+    process = os.getpid()
+    known = _POOLS.get((process, threads))
     if known is None:
-        pool = c_void_p()
-        message, text = _message()
-        _check(_LIBRARY.qz1_pool_new(threads, byref(pool), byref(message)), text)
-        for_each = ctypes.cast(_LIBRARY.qz1_pool_for_each, c_void_p)
-        known = _Parallel(ctypes.sizeof(_Parallel), threads, pool, for_each)
-        _POOLS[os.getpid(), threads] = known
+        known = _Parallel(ctypes.sizeof(_Parallel), threads)
+        function = next((function for owner, function in _OPENMP if owner == process), None)
+        if function is not None:
+            _CONTEXTS.append(_OpenMP(function, threads))
+            known.ctx = ctypes.addressof(_CONTEXTS[-1])
+            known.for_each = ctypes.cast(_LIBRARY.qz1_openmp_for_each, c_void_p)
+        else:
+            pool = c_void_p()
+            message, text = _message()
+            _check(_LIBRARY.qz1_pool_new(threads, byref(pool), byref(message)), text)
+            known.ctx = pool
+            known.for_each = ctypes.cast(_LIBRARY.qz1_pool_for_each, c_void_p)
+        _POOLS[process, threads] = known
     return known
 
 
 def layout_of(bits: int, shape: tuple[int, int], group_size: int, codes: int, scales: int, sums: bool) -> tuple[_Weights, Layout]:
     """Describes a matrix ``[n, k]`` with one code per byte and ``f32`` scales ``[n, k / group_size]`` at these
-    addresses, and returns it with its layout. ``sums`` adds the sums that static activations with a zero point need."""
+    addresses, and returns it with its layout, which does not depend on the codes. ``sums`` adds the sums that static
+    activations with a zero point need."""
     n, k = shape
     weights = _Weights(
         struct_size=ctypes.sizeof(_Weights),
@@ -178,17 +204,19 @@ def layout_of(bits: int, shape: tuple[int, int], group_size: int, codes: int, sc
     return weights, layout
 
 
-def pack(weights: _Weights, layout: Layout, out: int, threads: int) -> None:
-    """Packs the matrix into ``layout.bytes`` bytes at ``out``."""
+def pack(weights: _Weights, layout: Layout, first: int, rows: int, out: int, threads: int) -> None:
+    """Packs some rows of the matrix, beginning with ``first``, into their place in the ``layout.bytes`` bytes at
+    ``out``. Both numbers are multiples of :data:`PANEL_ROWS`, except at the end of the matrix."""
     message, text = _message()
     parallel = _parallel(threads)
+    panel, panels = first // PANEL_ROWS, -(-rows // PANEL_ROWS)
     status = _LIBRARY.qz1_pack(
         byref(weights),
         byref(layout),
-        0,
-        layout.panels,
-        out,
-        layout.bytes,
+        panel,
+        panels,
+        out + panel * layout.panel_bytes,
+        panels * layout.panel_bytes,
         None if parallel is None else byref(parallel),
         byref(message),
     )

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch  # type: ignore[import-not-found,unused-ignore]
 
 from fewbits import _kernels
-from fewbits._memory import MappedFiles
+from fewbits._memory import MappedFiles, anonymous, release
 
 _LOGGER = logging.getLogger("fewbits")
+# Codes that are unpacked at a time when a linear is packed, one per byte.
+_CODES = 16 << 20
+
+
+def _gomp_parallel() -> int | None:
+    """Returns the address of ``GOMP_parallel`` in the OpenMP runtime that torch uses, or None if torch uses none."""
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
+    try:
+        # A symbol is looked up in the library and in those it is linked to. Nothing is loaded.
+        found = ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+    except (AttributeError, OSError):
+        return None
+    return ctypes.cast(found, ctypes.c_void_p).value
+
+
+_kernels.use_openmp(_gomp_parallel())
 
 _OPERATORS = torch.library.Library("fewbits", "DEF")
 _OPERATORS.define(
@@ -85,35 +107,41 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
 
     def __init__(
         self,
-        codes: torch.Tensor,
+        codes: Callable[[int, int], torch.Tensor],
+        shape: tuple[int, int],
         bits: int,
         scales: torch.Tensor,
         bias: torch.Tensor | None,
         activations: str = "float",
         static: tuple[float, int] | None = None,
     ) -> None:
-        """``codes`` ``[n, k]`` are unsigned, one per byte, with the zero point at ``2^(bits − 1)``; ``scales`` are
-        ``[n, groups]``; ``activations`` and ``static`` are as in :func:`fewbits._kernels.linear`."""
+        """``codes(first, end)`` returns the codes of a range of the rows, ``[end - first, k]``: unsigned, one per byte,
+        with the zero point at ``2^(bits − 1)``. It is called once for every row, in order. ``shape`` is ``(n, k)``;
+        ``scales`` are ``[n, groups]``; ``activations`` and ``static`` are as in :func:`fewbits._kernels.linear`."""
         super().__init__()
-        self.out_features, self.in_features = codes.shape
-        codes, scales = codes.contiguous(), scales.to(torch.float32).contiguous()
-        groups = scales.shape[1]
-        if codes.dtype != torch.uint8 or scales.shape[0] != codes.shape[0] or codes.shape[1] % groups:
+        self.out_features, self.in_features = n, k = shape
+        scales = scales.to(torch.float32).contiguous()
+        if scales.shape[0] != n or k % scales.shape[1]:
             raise ValueError(
-                "expected uint8 codes [n, k] and scales [n, groups], with k a multiple of groups, got "
-                f"{codes.dtype} {tuple(codes.shape)} and {tuple(scales.shape)}"
+                f"expected scales [n, groups] with n = {n} and groups a divisor of {k}, got {tuple(scales.shape)}"
             )
-        has_zero = static is not None and static[1] != 0
+        # The layout depends on all scales, but only some rows of codes are in memory at a time.
+        unpacked = torch.frombuffer(anonymous(n * k), dtype=torch.uint8).view(n, k)
         weights, layout = _kernels.layout_of(
             bits,
-            (codes.shape[0], codes.shape[1]),
-            codes.shape[1] // groups,
-            codes.data_ptr(),
+            shape,
+            k // scales.shape[1],
+            unpacked.data_ptr(),
             scales.data_ptr(),
-            sums=has_zero,
+            sums=static is not None and static[1] != 0,
         )
-        packed = torch.empty(layout.bytes, dtype=torch.uint8)
-        _kernels.pack(weights, layout, packed.data_ptr(), torch.get_num_threads())
+        packed = torch.frombuffer(anonymous(layout.bytes, huge_pages=True), dtype=torch.uint8)
+        step = max(_CODES // k // _kernels.PANEL_ROWS, 1) * _kernels.PANEL_ROWS
+        for first in range(0, n, step):
+            rows = unpacked[first : first + step]
+            rows.copy_(codes(first, first + len(rows)))
+            _kernels.pack(weights, layout, first, len(rows), packed.data_ptr(), torch.get_num_threads())
+            release(rows)
         self.layout = _kernels.layout_numbers(layout)
         self.activations = activations
         self.scale: float | None = None if static is None else static[0]
@@ -139,18 +167,17 @@ class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, {self.activations}"
 
 
-def _codes(module: torch.nn.Module, bits: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Returns the unsigned codes of a linear, one per byte, with the zero point at ``2^(bits − 1)``."""
-    n, k = shape
-    if hasattr(module, "weight_packed"):
-        # Codes are packed in little-endian words, so the bytes of a word are in the order of columns.
-        words = module.weight_packed.data.contiguous().view(torch.uint8).reshape(n, -1)
-        if bits == 8:
-            return words[:, :k].contiguous()
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        spread = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-        return spread.reshape(n, -1)[:, :k].contiguous()
-    return module.weight.data.contiguous().view(torch.uint8) ^ 0x80
+def _codes(stored: torch.Tensor, bits: int, k: int) -> torch.Tensor:
+    """Returns the unsigned codes of some rows of a linear, one per byte, with the zero point at ``2^(bits − 1)``."""
+    rows = stored.contiguous().view(torch.uint8)
+    if stored.dtype == torch.int8:
+        return rows ^ 0x80
+    # Codes are packed in little-endian words, so the bytes of a word are in the order of columns.
+    if bits == 8:
+        return rows[:, :k].clone()
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    spread = (rows.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return spread.reshape(len(rows), -1)[:, :k]
 
 
 def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float, int] | None] | None:
@@ -172,8 +199,9 @@ def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float
     return None
 
 
-def _packed(module: torch.nn.Module) -> PackedLinear | None:
-    """Returns the packed form of a quantized linear; None if the kernels do not support it."""
+def _packed(module: torch.nn.Module, files: MappedFiles) -> PackedLinear | None:
+    """Returns the packed form of a quantized linear; None if the kernels do not support it. The pages of its weight are
+    released if they are mapped from one of the files."""
     scheme = getattr(module, "quantization_scheme", None)
     weights = getattr(scheme, "weights", None)
     if weights is None or not isinstance(module, torch.nn.Linear):
@@ -189,7 +217,11 @@ def _packed(module: torch.nn.Module) -> PackedLinear | None:
     if getattr(scheme, "output_activations", None) is not None:
         return None
     stored = getattr(module, "weight_packed", None)
-    if stored is None and (weights.num_bits != 8 or module.weight.dtype != torch.int8):
+    if stored is None:
+        stored = module.weight
+        if weights.num_bits != 8 or stored.dtype != torch.int8:
+            return None
+    elif stored.dtype != torch.int32:
         return None
     activations = _activations(scheme, module)
     if activations is None:
@@ -199,8 +231,17 @@ def _packed(module: torch.nn.Module) -> PackedLinear | None:
     if strategy == "tensor":
         scales = scales.expand(n, 1)
     bias = getattr(module, "bias", None)
+    data = stored.data
+
+    def codes(first: int, end: int) -> torch.Tensor:
+        found = _codes(data[first:end], weights.num_bits, k)
+        if data.is_contiguous():
+            files.release(data[first:end])
+        return found
+
     return PackedLinear(
-        _codes(module, weights.num_bits, (n, k)),
+        codes,
+        (n, k),
         weights.num_bits,
         scales,
         None if bias is None else bias.data,
@@ -216,7 +257,7 @@ def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
     for name, module in list(model.named_modules()):
         if getattr(module, "quantization_scheme", None) is None or not isinstance(module, torch.nn.Linear):
             continue
-        packed = _packed(module)
+        packed = _packed(module, files)
         if packed is None:
             stayed += 1
             continue

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -143,6 +144,8 @@ def guide(scratch):
 
 
 def operator(linear):
+    from fewbits import _kernels
+
     start = time.monotonic()
     x = torch.randn(3, linear.in_features)
     arguments = (x, linear.packed, linear.layout, linear.bias, linear.activations, linear.scale, linear.zero)
@@ -155,12 +158,20 @@ def operator(linear):
         except (ValueError, TypeError):
             continue
         raise AssertionError("an invalid input was accepted")
-    # A row's result does not depend on other rows or on the number of threads.
+    # A row's result does not depend on other rows or on the number of threads, and a forked child has its own threads.
+    torch.set_num_threads(2)
     whole = linear(x)
+    on_openmp = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
+    assert bool(_kernels._OPENMP) == on_openmp, torch.__config__.parallel_info()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if torch.equal(whole, linear(x)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
     torch.set_num_threads(1)
     assert torch.equal(whole[1:2], linear(x[1:2]))
     assert linear(x[:0]).shape == (0, linear.out_features)
-    say("the operator: opcheck, compiled, refusals, threads", start)
+    say("the operator: opcheck, compiled, refusals, threads, a forked child", start)
 
 
 def main():
