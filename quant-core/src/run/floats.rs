@@ -75,7 +75,7 @@ impl RecipeSettings {
     /// # Errors
     /// [`Error::Usage`] for other formats besides, a missing or unknown type, and settings that have no effect.
     pub fn writes_floats(&self) -> Result<Option<Dtype>> {
-        if !self.format.iter().any(|format| format == FLOATS) {
+        if !self.format.iter().any(|format| format.eq_ignore_ascii_case(FLOATS)) {
             return Ok(None);
         }
         if self.format.len() > 1 {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::files::{check_writable, distinct, outside, write_file};
+use super::files::{check_replaceable, distinct, outside, write_file};
 use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open_with};
 use super::memory::residence_by;
@@ -84,7 +84,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
         let written = [("save_imatrix", Some(path.as_path()))];
         distinct(&written, &request.files_read())?;
         outside(&written, &[&request.model, &request.output])?;
-        check_writable(path)?;
+        check_replaceable("save_imatrix", path, Importance::is_matrix)?;
     }
     Ok(())
 }

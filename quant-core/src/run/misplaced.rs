@@ -22,11 +22,22 @@ pub(super) fn explained<T>(
 
 fn belongs_to(setting: &str, name: &str, extensions: &Extensions) -> Option<String> {
     if setting == "format" && name.contains(',') {
+        let alone = [GGUF, FLOATS].into_iter();
+        let alone = alone.filter(|alone| name.split(',').any(|one| one.trim().eq_ignore_ascii_case(alone)));
+        if let Some(alone) = alone.into_iter().next() {
+            return Some(format!(
+                "a run that writes {alone} writes no other format: run once with ‹format={alone}›, and once with the \
+                other formats"
+            ));
+        }
         let each: Vec<String> = name.split(',').map(|one| format!("‹format={}›", one.trim())).collect();
         return Some(format!("set ‹format› once for each format: {}", each.join(" ")));
     }
     let is_scheme = || kv::split(name).is_ok_and(|(scheme, _)| scheme.parse::<SchemeRequest>().is_ok());
-    let is_format = || extensions.containers().map(|c| c.name()).chain([GGUF, FLOATS]).any(|own| own == name);
+    let is_format = || {
+        let mut formats = extensions.containers().map(|c| c.name()).chain([GGUF, FLOATS]);
+        formats.any(|own| own.eq_ignore_ascii_case(name))
+    };
     let kinds = [
         ("preset", PRESETS.iter().any(|preset| preset.name == name)),
         ("method", extensions.method(name).is_ok()),
