@@ -134,7 +134,7 @@ impl Candidate {
         }
         let missing = (0..*count).filter(|number| !numbers.contains(number));
         let missing = names(missing.map(|number| parts::file_name(stem, number, *count)));
-        let reason = format!("lacks files of a model in {count} files: {missing}");
+        let reason = format!("contains only some of the {count} files of a model; missing: {missing}");
         Err(GgufFile::refused(directory, reason, MISSING))
     }
 }
@@ -248,8 +248,7 @@ mod tests {
         assert!(many.contains("06.gguf, 07.gguf and 12 more; "), "{many}");
         let missing = found(&[("c-00002-of-00004.gguf", part(1, 4)), ("c-00004-of-00004.gguf", part(3, 4))]);
         let missing = missing.unwrap_err();
-        let lacks =
-            "lacks files of a model in 4 files: c-00001-of-00004.gguf, c-00003-of-00004.gguf; download";
+        let lacks = "contains only some of the 4 files of a model; missing: c-00001-of-00004.gguf, c-00003-of-00004.gguf; download";
         assert!(missing.starts_with("Input: ") && missing.contains(lacks), "{missing}");
     }
 }

@@ -134,6 +134,21 @@ fn a_seal_fits_only_the_file_that_was_written() {
     let other = written(2).unwrap();
     assert!(other != bytes && archive.origin(&path).unwrap() == Origin::Own);
     assert!(written(1).unwrap() == bytes);
+    // A run that ends after the file is sealed and before it has its name is resumed with all tensors.
+    std::fs::remove_file(&path).unwrap();
+    let create = |resume| {
+        CheckpointWriter::create(&path, specs.clone().collect(), WriteOptions { resume, ..options() })
+            .unwrap()
+    };
+    let mut writer = create(false);
+    for spec in specs.clone() {
+        writer.write(&spec.name, 0, &vec![1; spec.info.byte_len() as usize]).unwrap();
+    }
+    drop(writer.prepare(&crate::Silent, &crate::CancelToken::new()).unwrap());
+    let writer = create(true);
+    assert_eq!(writer.notes(), ["resumed: 3 of 3 tensors of the output are complete"]);
+    writer.publish().unwrap();
+    assert!(std::fs::read(&path).unwrap() == bytes);
 }
 
 fn crafted(tensors: u64, entries: u64, rest: &[u8]) -> Vec<u8> {

@@ -100,8 +100,7 @@ impl GgufRequest {
         match (with.len(), without.len()) {
             (_, 0) => None,
             (0, _) => Some(format!(
-                "`{name}` has no effect on this file: the weights of all blocks have types or layouts that it does not \
-                 apply to ({types})"
+                "`{name}` has no effect on this file, because it does not apply to the weights of any block ({types})"
             )),
             _ => Some(format!(
                 "`{name}` has no effect on some weights, which are rounded as without it: {types}"
