@@ -82,6 +82,7 @@ fn what_is_written_into_a_directory_is_a_model() {
     // The output must not replace its own input.
     let within =
         args!["quantize", bench.at("out"), "-o", bench.at("out"), "--format", "gguf", "--scheme", "f16"];
+    let within: Vec<OsString> = within.into_iter().chain([OsString::from("--force")]).collect();
     check_message("within", &quant(within), 2, &["overlaps the input"]);
     // A changed file is found.
     let file = bench.at("out").join("model.gguf");

@@ -34,10 +34,7 @@ fn belongs_to(setting: &str, name: &str, extensions: &Extensions) -> Option<Stri
         return Some(format!("set ‹format› once for each format: {}", each.join(" ")));
     }
     let is_scheme = || kv::split(name).is_ok_and(|(scheme, _)| scheme.parse::<SchemeRequest>().is_ok());
-    let is_format = || {
-        let mut formats = extensions.containers().map(|c| c.name()).chain([GGUF, FLOATS]);
-        formats.any(|own| own.eq_ignore_ascii_case(name))
-    };
+    let is_format = || extensions.containers().map(|c| c.name()).chain([GGUF, FLOATS]).any(|own| own == name);
     let kinds = [
         ("preset", PRESETS.iter().any(|preset| preset.name == name)),
         ("method", extensions.method(name).is_ok()),
