@@ -41,6 +41,7 @@ pub trait Archive: Debug + Send + Sync {
 
 /// Who wrote a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Origin {
     /// This program, and nothing has changed since.
     Own,

@@ -12,7 +12,7 @@ use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use crate::checkpoint::{
     CheckpointWriter, Dtype, ModelDirectory, Published, TensorInfo, TensorSpec, WriteOptions,
-    non_finite_in_whole, refuse_overlap, require_finite_bytes,
+    non_finite_in_whole, require_finite_bytes,
 };
 use crate::digest::sha256_hex;
 use crate::model::arch::TEXT_CONFIG;
@@ -141,8 +141,9 @@ pub(super) fn write(
     started: Instant,
     host: &Host<'_>,
 ) -> Result<FloatsDone> {
-    let Opened { directory, model } = open_with(&request.model, &request.extensions, host)?;
-    refuse_overlap(directory.path(), &request.output)?;
+    let opened = open_with(&request.model, &request.extensions, host)?;
+    opened.refuse_overlap(&request.model, &request.output)?;
+    let Opened { directory, model } = opened;
     let quantized = model.quant_method().or(directory.rounded_to()).map(str::to_owned);
     let model = model.dequantized()?;
     if directory.tokenizer_path().is_none() {

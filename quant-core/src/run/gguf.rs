@@ -16,7 +16,7 @@ use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{HiddenStates, Residence, Sampling, Spill, TokenWindows};
-use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
+use crate::checkpoint::{CheckpointWriter, Published, WriteOptions};
 use crate::gguf::{
     Curvature, GgufInputs, GgufPlan, GgufReport, GgufRequest, Importance, Steps, peak_memory, scratch_bytes,
     write_tensors,
@@ -92,7 +92,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
 pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<'_>) -> Result<GgufDone> {
     let settings = &request.settings;
     let opened = source(&request.model, settings, &request.extensions, host)?;
-    refuse_overlap(opened.directory.path(), &request.output)?;
+    opened.refuse_overlap(&request.model, &request.output)?;
     let spill = spill(request, &opened, host)?;
     let default = Text::Named(BUILTIN.to_owned());
     let text = request.calibration.as_ref().unwrap_or(&default);

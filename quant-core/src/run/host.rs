@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::quantize::is_gguf_name;
 use super::settings::RecipeSettings;
 use crate::calibrate::InProcess;
-use crate::checkpoint::ModelDirectory;
+use crate::checkpoint::{ModelDirectory, refuse_overlap};
 use crate::model::Model;
 use crate::pipeline::Program;
 use crate::recipe::{Extensions, Recipe};
@@ -183,6 +183,16 @@ pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Resul
         host.warn(warning);
     }
     Ok(Opened { directory, model })
+}
+
+impl Opened {
+    /// Fails if the output overlaps the model that was opened at `path`, or the directory in which its GGUF file was found.
+    pub(super) fn refuse_overlap(&self, path: &Path, output: &Path) -> Result<()> {
+        if path.is_dir() {
+            refuse_overlap(path, output)?;
+        }
+        refuse_overlap(self.directory.path(), output)
+    }
 }
 
 /// Dequantizes the opened model if it is quantized and will be rounded again. A checkpoint whose codes may be kept is

@@ -15,7 +15,7 @@ use super::steps::{StepTime, StepTimes};
 use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{ChannelMaxima, TextTokenizer, TokenWindows};
-use crate::checkpoint::{Dtype, Published, refuse_overlap};
+use crate::checkpoint::{Dtype, Published};
 use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
@@ -210,7 +210,7 @@ impl<'a> QuantizeJob<'a> {
             host.warn("the model has no tokenizer.json, so the output will not have one either");
         }
         TextTokenizer::check(&opened.directory)?;
-        refuse_overlap(opened.directory.path(), &request.output)?;
+        opened.refuse_overlap(&request.model, &request.output)?;
         let outputs = checkpoints(&opened, recipe, request, outputs, &host)?;
         Ok(Done::Checkpoints(Quantized {
             outputs,
