@@ -8,8 +8,8 @@ use crate::Error;
 const MIN_PART: usize = 3;
 
 /// Returns the known name that was probably meant: the one with the smallest edit distance, if at most half of the
-/// letters differ, otherwise one that contains `name` or is contained in it. Case does not matter. A name that differs
-/// only in its separators comes first.
+/// letters differ, otherwise one that contains `name` or is contained in it, which also decides between equal distances.
+/// Case does not matter. A name that differs only in its separators comes first.
 ///
 /// ```
 /// use quant_formats::names::nearest;
@@ -30,11 +30,13 @@ pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
     if let Some((_, known)) = same {
         return Some(known);
     }
-    let distances = all.iter().map(|(lower, known)| (strsim::osa_distance(lower, &name), *known));
-    let near = distances.min().filter(|(distance, _)| 2 * distance <= name.chars().count());
     let contains = |whole: &str, part: &str| part.len() >= MIN_PART && whole.contains(part);
-    near.map(|(_, known)| known).or_else(|| {
-        let related = all.iter().find(|(lower, _)| contains(lower, &name) || contains(&name, lower));
+    let is_related = |lower: &str| contains(lower, &name) || contains(&name, lower);
+    let distances =
+        all.iter().map(|(lower, known)| (strsim::osa_distance(lower, &name), !is_related(lower), *known));
+    let near = distances.min().filter(|(distance, ..)| 2 * distance <= name.chars().count());
+    near.map(|(.., known)| known).or_else(|| {
+        let related = all.iter().find(|(lower, _)| is_related(lower));
         related.map(|(_, known)| *known)
     })
 }
@@ -103,6 +105,7 @@ mod tests {
         assert_eq!(nearest("alhpa", known), Some("alpha"));
         assert_eq!(nearest("Producer", known), Some("producers"));
         assert_eq!(nearest("seed", known), None);
+        assert_eq!(nearest("lama", ["lfm2", "llama3"]), Some("llama3"));
         assert_eq!(nearest("", known), None);
         assert_eq!(nearest("alpha", []), None);
         assert_eq!(suggestion("alpa", "its keys are …", &known), "did you mean alpha? its keys are …");

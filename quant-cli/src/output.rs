@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use quant_core::checkpoint::{is_unprintable, printable_lines};
 pub use quant_core::run::bytes;
-pub use quant_core::run::files::{check_writable, distinct, outside, write_file};
+pub use quant_core::run::files::{check_replaceable, check_writable, distinct, outside, write_file};
 use quant_core::wording::{CommandLine, worded};
 use quant_core::{Error, Result};
 use quant_evaluator::is_stored_reference;
@@ -141,20 +141,12 @@ fn schema_of(head: &[u8]) -> Option<&str> {
 /// Returns an error if the file of an option cannot be written, or would replace a file of a different kind, such as a
 /// baseline or a file of the user. Commands call this before they start work whose result would be lost.
 pub fn check_output(option: &str, path: &Path, kind: Written) -> Result<()> {
-    check_writable(path)?;
-    if !path.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() > 0) {
-        return Ok(());
-    }
-    let mut head = Vec::new();
-    let read = std::fs::File::open(path).and_then(|file| file.take(HEAD_BYTES).read_to_end(&mut head));
-    read.map_err(|e| Error::io("read", path, e))?;
-    if kind.begins(&head) || kind == Written::Reference && is_stored_reference(path) {
-        return Ok(());
-    }
-    Err(Error::usage(
-        format!("‹{option}› would replace {}, which is a different kind of file", path.display()),
-        format!("set ‹{option}› to a different file, or remove this one"),
-    ))
+    check_replaceable(option, path, |path| {
+        let mut head = Vec::new();
+        let read = std::fs::File::open(path).and_then(|file| file.take(HEAD_BYTES).read_to_end(&mut head));
+        read.map_err(|e| Error::io("read", path, e))?;
+        Ok(kind.begins(&head) || kind == Written::Reference && is_stored_reference(path))
+    })
 }
 
 /// The destination of a result as JSON: `--json[=FILE]`.

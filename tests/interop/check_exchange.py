@@ -116,7 +116,9 @@ def theirs(check, llama_cpp, mixtures):
     at, measured = check.scratch, []
     floats = quantize(check, check.model("demo"), at / "floats.gguf", "--scheme", "f32")
     for mixture in mixtures:
-        packed = llama_quantize(llama_cpp, floats, at / "packed.gguf", mixture)
+        packed = llama_quantize(llama_cpp, floats, at / "theirs.gguf", mixture)
+        # llama-quantize copies the metadata by which quant recognizes its own files.
+        check.program("quant", "quantize", check.model("demo"), "-o", packed, "--force", "--quiet", status=2)
         dequantized = llama_quantize(llama_cpp, packed, at / "dequantized.gguf", "F32", "--allow-requantize")
         by_llama_cpp, by_quant = perplexities(check, llama_cpp, dequantized, check.text("demo"), 64, 2)
         direct = evaluated(check, packed, 64, 2)["perplexity"]["mean"]

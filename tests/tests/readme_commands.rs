@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use quant_core::gguf::mixture;
 use quant_tests::models::TinyLlama;
 use quant_tests::program::{Running, command, quant};
 use quant_tests::{args, workspace_root};
@@ -174,7 +175,17 @@ fn the_options_in_the_readme_exist() {
         let option = cells[1].trim_matches('`');
         for value in cells[2].split('`').skip(1).step_by(2) {
             let value = if value.starts_with('-') { format!("w4a16{value}") } else { value.to_owned() };
+            if value == "safetensors" {
+                // There is nothing to plan.
+                let out = tempfile::tempdir().unwrap();
+                let out = out.path().join("out");
+                quant(args!["quantize", model.path(), "-o", out, option, value, "--scheme", "bf16"])
+                    .succeeded();
+                continue;
+            }
+            let is_of_gguf = option == "--scheme" && mixture(&value).is_some();
             let scheme: &[&str] = match &value[..] {
+                _ if is_of_gguf => &["--format", "gguf", "--pre", "gpt-2", "--allow-fallback"],
                 "qserve" => &["--scheme", "w4a8-g128-progressive"],
                 "modelopt" => &["--scheme", "nvfp4a16"],
                 "gguf" => &["--scheme", "q8_0", "--pre", "gpt-2"],

@@ -30,13 +30,25 @@ pub trait Archive: Debug + Send + Sync {
     /// [`Error::Verification`] unless the files open without warnings and have this number of tensors.
     fn check_directory(&self, directory: &Path, tensors: usize) -> Result<()>;
 
-    /// Whether a file was written by this program and may therefore be replaced on request.
+    /// Who wrote a file. On request, this program replaces files that it wrote.
     ///
     /// # Errors
     /// When it cannot be read.
-    fn is_own_file(&self, _path: &Path) -> Result<bool> {
-        Ok(false)
+    fn origin(&self, _path: &Path) -> Result<Origin> {
+        Ok(Origin::Foreign)
     }
+}
+
+/// Who wrote a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Origin {
+    /// This program, and nothing has changed since.
+    Own,
+    /// Another program, from a file of this one; or the file is damaged.
+    Changed,
+    /// Another program.
+    Foreign,
 }
 
 /// Safetensors shards in a directory, with an index if there are several.

@@ -3,6 +3,8 @@
 //! Names, types and shapes determine everything but the tensors' data. So shards can be created at full length and
 //! tensors written in any order, and the same plan always gives the same files.
 
+use std::ops::Range;
+
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
 use sha2::{Digest, Sha256};
@@ -34,6 +36,9 @@ pub struct ShardFile {
     pub name: String,
     /// All bytes before the data: in a safetensors file, the length field and the JSON.
     pub header: Vec<u8>,
+    /// The place of the [seal](super::seal) in the header, if the format has one. The header has
+    /// [`UNSEALED`](super::UNSEALED) there.
+    pub seal: Option<Range<usize>>,
     /// The tensors in the order of their data.
     pub tensors: Vec<PlacedTensor>,
     /// Length of the whole file. Bytes that neither the header nor a tensor covers are zero.
@@ -200,7 +205,7 @@ impl ShardFile {
         for tensor in &mut tensors {
             tensor.offset += data_start;
         }
-        Ok(Self { name, header, tensors, bytes })
+        Ok(Self { name, header, seal: None, tensors, bytes })
     }
 }
 

@@ -41,6 +41,7 @@ mod progress;
 #[cfg(feature = "write")]
 mod publish;
 mod repository;
+mod seal;
 mod shard_index;
 mod shards;
 #[cfg(feature = "write")]
@@ -55,7 +56,7 @@ mod verify;
 mod writer;
 
 #[cfg(feature = "write")]
-pub use archive::{Archive, SafetensorsDirectory};
+pub use archive::{Archive, Origin, SafetensorsDirectory};
 pub use config_fields::Asked;
 pub use config_fields::ConfigFields;
 pub use contract::check_specs;
@@ -85,6 +86,7 @@ pub use prepared::Prepared;
 #[cfg(feature = "write")]
 pub use publish::Published;
 pub use repository::{WantedFiles, shards_of_index, wanted_files};
+pub use seal::{UNSEALED, seal};
 pub use shards::ShardedCheckpoint;
 pub use strict_json::parse as parse_strictly;
 pub(crate) use tensor_io::WEIGHT_FLOATS;

@@ -6,23 +6,46 @@
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::SystemTime;
 
-use super::Archive;
+use super::archive::{Archive, Origin};
 use super::file_system::{FileSystem, failure, is_unsupported};
 use super::input_file::read_capped;
 use super::job::{Job, parent_of};
 use super::manifest::{MANIFEST, MAX_BYTES, PublishedFile, manifest_files};
 use super::names::printable;
-use crate::{Error, Result};
+use crate::{Error, Result, system};
 
 /// The targets that may be replaced.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct ReplacePolicy {
     /// Whether replacing is allowed at all.
     pub(crate) force: bool,
     /// The archive for a single-file target; `None` for a directory.
     pub(crate) file_of: Option<Arc<dyn Archive>>,
+    /// The file that this program wrote, once one was found: reading it again would take long.
+    known: Mutex<Option<State>>,
+}
+
+/// The identity of a file, its length, and when it was modified.
+type State = ((u64, u64), u64, Option<SystemTime>);
+
+impl ReplacePolicy {
+    pub(crate) fn new(force: bool, file_of: Option<Arc<dyn Archive>>) -> Self {
+        Self { force, file_of, known: Mutex::new(None) }
+    }
+
+    fn origin(&self, archive: &dyn Archive, target: &Path, metadata: &fs::Metadata) -> Result<Origin> {
+        let state = (system::identity(metadata), metadata.len(), metadata.modified().ok());
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if *known == Some(state) {
+            return Ok(Origin::Own);
+        }
+        let origin = archive.origin(target)?;
+        *known = (origin == Origin::Own).then_some(state);
+        Ok(origin)
+    }
 }
 
 /// A published checkpoint.
@@ -57,9 +80,12 @@ pub(crate) fn check_target(target: &Path, place: &ReplacePolicy) -> Result<bool>
     }
     let reason = match &place.file_of {
         Some(_) if !metadata.is_file() => Some("is not a regular file".into()),
-        Some(archive) => match archive.is_own_file(target)? {
-            true => None,
-            false => Some("was not written by quant, so ‹force› does not replace it".into()),
+        Some(archive) => match place.origin(&**archive, target, &metadata)? {
+            Origin::Own => None,
+            Origin::Changed => {
+                Some("was modified after quant wrote it, so ‹force› does not replace it".into())
+            }
+            Origin::Foreign => Some("was not written by quant, so ‹force› does not replace it".into()),
         },
         None if metadata.is_dir() => not_replaceable(target)?,
         None => Some("is not a directory".into()),

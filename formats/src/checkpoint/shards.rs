@@ -354,8 +354,11 @@ fn stray_weights(root: &Root, known: &[String]) -> Result<Vec<String>> {
 
 pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
     let path = path.to_owned();
-    let other: Vec<&str> =
-        entries.iter().filter(|e| e.ends_with(".safetensors")).map(String::as_str).collect();
+    let other: Vec<&str> = entries
+        .iter()
+        .filter(|e| e.ends_with(".safetensors") || e.ends_with(".gguf"))
+        .map(String::as_str)
+        .collect();
     if !other.is_empty() {
         let reason = format!("it has neither {SINGLE} nor {INDEX}, only {}", listed(other, 8));
         return Error::NoCheckpoint { path, reason };

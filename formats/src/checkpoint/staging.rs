@@ -11,6 +11,7 @@ use super::input_file::read_exact_at;
 use super::job::{Job, parent_of};
 use super::journal::WriteJournal;
 use super::layout::ShardFile;
+use super::seal::equal_unsealed;
 use super::{ShardLayout, WriteOptions};
 use crate::digest::hex;
 use crate::{Error, Result, system};
@@ -79,7 +80,7 @@ fn reopen(fs: &dyn FileSystem, path: &Path, shard: &ShardFile) -> Option<Box<dyn
     }
     let mut header = vec![0; shard.header.len()];
     read_exact_at(file.file(), path, 0, &mut header).ok()?;
-    (header == shard.header).then_some(file)
+    equal_unsealed(&header, &shard.header, shard.seal.as_ref()).then_some(file)
 }
 
 fn remove_strays(fs: &dyn FileSystem, out: &Path, layout: &ShardLayout) -> Result<()> {

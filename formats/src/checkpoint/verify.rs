@@ -1,5 +1,6 @@
 //! Reads the written files back before they become visible.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs::File;
 use std::ops::Range;
@@ -12,6 +13,7 @@ use super::file_system::FileSystem;
 use super::input_file::{open_regular, read_exact_at};
 use super::layout::{PlacedTensor, ShardFile};
 use super::manifest::PublishedFile;
+use super::seal::seal;
 use crate::digest::Digest256;
 use crate::{CancelToken, Error, Result};
 
@@ -40,7 +42,7 @@ pub(crate) fn verify_shard(
     }
     let mut header = vec![0; shard.header.len()];
     read_exact_at(&file, &path, 0, &mut header)?;
-    if header != shard.header {
+    if header != *sealed(shard, &written) {
         return Err(differs("the header differs from what was written".into()));
     }
     let parsed = archive.read_header(&file, &path).map_err(|e| differs(e.to_string()))?;
@@ -68,6 +70,15 @@ pub(crate) fn verify_shard(
         }
     })?;
     Ok(PublishedFile::new(&shard.name, shard.bytes, whole.finalize().into()))
+}
+
+/// The header of a file whose tensors are all written.
+pub(crate) fn sealed(shard: &ShardFile, written: impl Fn(&str) -> Option<Digest256>) -> Cow<'_, [u8]> {
+    let Some(range) = shard.seal.clone() else { return Cow::Borrowed(&shard.header) };
+    let digests = shard.tensors.iter().filter_map(|tensor| written(&tensor.name));
+    let mut header = shard.header.clone();
+    header[range].copy_from_slice(seal(&shard.header, digests).as_bytes());
+    Cow::Owned(header)
 }
 
 /// Reads a small file back.

@@ -27,7 +27,7 @@ use super::progress::{Hashed, Progress};
 use super::publish::{Published, ReplacePolicy, check_target};
 use super::shards::INDEX;
 use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
-use super::verify::{each_chunk, tensor_digest, verify_file, verify_shard};
+use super::verify::{each_chunk, sealed, tensor_digest, verify_file, verify_shard};
 use super::{Archive, SafetensorsDirectory, ShardLayout, Sidecar, TensorSink, TensorSpec};
 use crate::progress::timed;
 use crate::wording::counted;
@@ -73,7 +73,7 @@ impl Default for WriteOptions {
 
 impl WriteOptions {
     fn place(&self) -> ReplacePolicy {
-        ReplacePolicy { force: self.force, file_of: self.single_file.then(|| self.archive.clone()) }
+        ReplacePolicy::new(self.force, self.single_file.then(|| self.archive.clone()))
     }
 }
 
@@ -116,6 +116,7 @@ pub struct CheckpointWriter {
     records: BTreeMap<String, Box<str>>,
     fresh_records: BTreeSet<String>,
     options: WriteOptions,
+    place: ReplacePolicy,
     notes: Vec<String>,
     is_resumed: bool,
     /// Set after a failed sync, because the system may have dropped unwritten data.
@@ -176,13 +177,13 @@ impl CheckpointWriter {
         let stored = if options.resume { job.read_record()? } else { None };
         if let Some(stored) = &stored {
             refuse_differences(job.path(), stored, &record)?;
-            return Self::resume(fs, job, layout, options);
+            return Self::resume(fs, job, layout, options, place);
         }
         job.clear(&*fs)?;
         match stage(&*fs, &job, &layout, &record) {
             Ok((shards, journal)) => {
                 let resumes = options.resume;
-                let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
+                let mut writer = Self::assemble(fs, job, layout, options, place, shards, journal);
                 if resumes {
                     writer.notes.push("there is nothing to resume: the run starts from the beginning".into());
                 }
@@ -201,6 +202,7 @@ impl CheckpointWriter {
         job: Job,
         layout: ShardLayout,
         options: WriteOptions,
+        place: ReplacePolicy,
         shards: Vec<Staged>,
         journal: WriteJournal,
     ) -> Self {
@@ -219,6 +221,7 @@ impl CheckpointWriter {
             records: BTreeMap::new(),
             fresh_records: BTreeSet::new(),
             options,
+            place,
             notes: Vec::new(),
             is_resumed: false,
             sync_failed: false,
@@ -226,7 +229,13 @@ impl CheckpointWriter {
     }
 
     /// Takes over staged shards; keeps tensors that are in the journal and match their hash.
-    fn resume(fs: Arc<dyn FileSystem>, job: Job, layout: ShardLayout, options: WriteOptions) -> Result<Self> {
+    fn resume(
+        fs: Arc<dyn FileSystem>,
+        job: Job,
+        layout: ShardLayout,
+        options: WriteOptions,
+        place: ReplacePolicy,
+    ) -> Result<Self> {
         let shards = restage(&*fs, &job, &layout)?;
         let claimed = WriteJournal::load(&job.journal())?;
         let mut held = BTreeMap::new();
@@ -242,7 +251,7 @@ impl CheckpointWriter {
         }
         let entries = Entries { tensors: held, records: claimed.records };
         let journal = WriteJournal::start(&*fs, &job.journal(), &entries)?;
-        let mut writer = Self::assemble(fs, job, layout, options, shards, journal);
+        let mut writer = Self::assemble(fs, job, layout, options, place, shards, journal);
         writer.records = entries.records;
         writer.is_resumed = true;
         let held = entries.tensors;
@@ -432,6 +441,7 @@ impl CheckpointWriter {
             return Err(incomplete(&missing));
         }
         self.commit()?;
+        self.seal()?;
         let out = self.job.out();
         if let Some(index) = self.layout.index().map(<[u8]>::to_vec) {
             let file = self.write_companion(INDEX, &index)?;
@@ -449,8 +459,19 @@ impl CheckpointWriter {
         cancel.check()?;
         // The shards are closed with the writer, because open files could keep a network file system from moving their
         // directory.
-        let place = self.options.place();
-        Ok(Prepared { fs: self.fs, job: self.job, files, place })
+        Ok(Prepared { fs: self.fs, job: self.job, files, place: self.place })
+    }
+
+    /// Writes the seals of files whose format has one.
+    fn seal(&self) -> Result<()> {
+        for (shard, staged) in self.layout.shards().iter().zip(&self.shards) {
+            let Some(range) = shard.seal.clone() else { continue };
+            let header = sealed(shard, |name| self.progress(name).and_then(|p| p.hash));
+            let fail = |action, e| failure(&*self.fs, action, &staged.path, range.len() as u64, e);
+            staged.file.write_at(range.start as u64, &header[range.clone()]).map_err(|e| fail("write", e))?;
+            staged.file.sync_data().map_err(|e| fail("sync", e))?;
+        }
+        Ok(())
     }
 
     /// Discards the job directory. The target is unchanged.

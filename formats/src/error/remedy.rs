@@ -77,7 +77,7 @@ impl Error {
             }
             Self::Index { .. } => "download the index and its shards again, from the same revision".into(),
             Self::MissingTensor { path, .. } | Self::TensorShape { path, .. } | Self::Config { path, .. }
-                if path.extension().is_some_and(|extension| extension == "gguf") =>
+                if path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) =>
             {
                 "the GGUF file is damaged or incomplete: download it again".into()
             }

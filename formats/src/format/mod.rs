@@ -486,7 +486,7 @@ pub fn quant_methods() -> impl Iterator<Item = &'static str> {
 /// # Errors
 /// When no format has that name; the message lists the known names.
 pub fn container(name: &str) -> Result<&'static dyn Container> {
-    CONTAINERS.iter().copied().find(|c| c.name() == name).ok_or_else(|| {
+    CONTAINERS.iter().copied().find(|c| c.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
         let known: Vec<_> = CONTAINERS.iter().map(|c| c.name()).collect();
         unknown("format", name, "formats", &known)
     })
@@ -515,7 +515,7 @@ pub fn containers_with<T>(names: &[String], find: impl Fn(&str) -> Result<T>) ->
         return Err(Error::usage("no format is given", REMEDY));
     }
     for (i, name) in names.iter().enumerate() {
-        if names[..i].contains(name) {
+        if names[..i].iter().any(|other| other.eq_ignore_ascii_case(name)) {
             return Err(Error::usage(format!("format `{name}` is listed twice"), REMEDY));
         }
     }

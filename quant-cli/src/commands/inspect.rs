@@ -119,10 +119,14 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
 
 fn verify(path: &Path, session: &Session) -> Result<Verified> {
     let opened = inputs::open(path, session)?;
-    if !gguf::is_gguf(opened.directory.path()) {
-        require_listed(opened.directory.path())?;
+    let mut directory = opened.directory.path();
+    if !gguf::is_gguf(directory) {
+        require_listed(directory)?;
+    } else if path.is_dir() {
+        // The directory of the GGUF file that was opened.
+        directory = path;
     }
-    if let Some(found) = verify_snapshot(opened.directory.path(), &session.cancel)? {
+    if let Some(found) = verify_snapshot(directory, &session.cancel)? {
         let compared_with = "the names of their blobs";
         return Ok(Verified {
             compared_with,
@@ -131,7 +135,7 @@ fn verify(path: &Path, session: &Session) -> Result<Verified> {
             unlisted: found.others,
         });
     }
-    let files = verify_checkpoint(opened.directory.path(), &session.progress, &session.cancel)?;
+    let files = verify_checkpoint(directory, &session.progress, &session.cancel)?;
     let compared_with = "quant_manifest.json";
     Ok(Verified { compared_with, files: files.files, bytes: files.bytes, unlisted: files.unlisted })
 }

@@ -192,8 +192,9 @@ impl Planned {
                 "run ‹quantize()›, or plan a different format",
             ));
         }
-        settings.gguf.refuse()?;
+        // This names an unknown format before settings that depend on the format.
         let recipe = settings.recipe()?;
+        settings.gguf.refuse()?;
         let host = session.host();
         let opened = run::prepared(run::open(model, &host)?, &recipe, settings, &host)?;
         let plans = settings.plans(&opened.model, &recipe)?;

@@ -4,11 +4,15 @@
 //! SmoothQuant's `act_scales` files.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::{ShardedCheckpoint, TensorSource};
 use crate::digest::sha256_hex;
 use crate::{Error, Result};
+
+const REMEDY: &str =
+    "give a file written by ‹save_channel_maxima›, or a safetensors file with one vector per linear";
 
 /// `max |x|` of every input channel, per linear name.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -21,10 +25,20 @@ impl ChannelMaxima {
     /// Reads a file.
     ///
     /// # Errors
-    /// If it is not a safetensors file, or a tensor is not a vector of finite, non-negative floats; [`Error::Io`] if it
+    /// If it does not exist, or is not a safetensors file, or a tensor is not a vector of finite, non-negative floats; [`Error::Io`] if it
     /// cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
-        let source = ShardedCheckpoint::open_file(path)?;
+        let source = match ShardedCheckpoint::open_file(path) {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                return Err(Error::InputFile {
+                    path: path.to_owned(),
+                    line: None,
+                    reason: "does not exist".into(),
+                    remedy: REMEDY.into(),
+                });
+            }
+            opened => opened?,
+        };
         let mut linears = BTreeMap::new();
         for name in source.names() {
             let info = source.require(name)?;
@@ -32,9 +46,7 @@ impl ChannelMaxima {
                 path: path.to_owned(),
                 line: None,
                 reason,
-                remedy: "give a file written by ‹save_channel_maxima›, or a safetensors file with one \
-                    vector per linear"
-                    .into(),
+                remedy: REMEDY.into(),
             };
             if info.shape.len() != 1 || !info.dtype.is_weight_float() {
                 return Err(broken(format!(

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::checkpoint::{ConfigFields, ModelDirectory, parse_strictly, read_capped};
+use crate::checkpoint::{ConfigFields, ModelDirectory, parse_strictly};
 use crate::{Error, Result};
 
 const FILE: &str = "generation_config.json";
@@ -110,7 +110,7 @@ impl GenerationSettings {
                     reason,
                     remedy: "correct the file, or remove it to use the default, greedy decoding".into(),
                 };
-                let bytes = read_capped(&sidecar.real, &sidecar.path, MAX_FILE_BYTES)?.map_err(fault)?;
+                let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
                 match parse_strictly(&bytes) {
                     Ok(Value::Object(map)) => map,
                     Ok(_) => return Err(fault("must contain one JSON object".into())),

@@ -1,5 +1,5 @@
-//! Metadata that people wrote about a model, such as its name, license and recommended sampling. They are copied when a
-//! file is made from another file.
+//! Metadata that are copied when a file is made from another file: what people wrote about a model, such as its name,
+//! license and recommended sampling, and special tokens that only GGUF files name.
 //!
 //! Keys that are unknown, describe the source file, or depend on its tensors (`general.uuid`, `general.quantized_by`) are
 //! not copied, because they may be false for the new file.
@@ -8,6 +8,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::file::{Array, GgufHeader, Value};
 use super::general::NAME;
+use super::tokenizer::{FURTHER_NAMES, token_key};
 
 /// The type of the values of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,10 +100,22 @@ pub(super) fn of(header: &GgufHeader) -> Map<String, Json> {
         _ => None,
     };
     let entries = header.metadata.iter();
-    entries.filter_map(|(key, found)| Some((key.clone(), value(key, found)?))).collect()
+    let described = entries.filter_map(|(key, found)| Some((key.clone(), value(key, found)?)));
+    let token = |name: &str| {
+        let key = token_key(name);
+        let id = header.get(&key)?.as_u64()?;
+        Some((key, json!(id)))
+    };
+    described.chain(FURTHER_NAMES.into_iter().filter_map(token)).collect()
 }
 
-/// The entries of a file with this description, except the name.
+/// The ID of a special token in a description.
+pub(super) fn token(description: &Map<String, Json>, name: &str) -> Option<u32> {
+    description.get(&token_key(name))?.as_u64()?.try_into().ok()
+}
+
+/// The entries of a file with this description, except the name and the special tokens, which are written with the
+/// vocabulary.
 pub(super) fn entries(description: &Map<String, Json>) -> Vec<(String, Value)> {
     let value = |key: &str, value: &Json| match kind(key)? {
         Text => Some(Value::string(value.as_str()?)),

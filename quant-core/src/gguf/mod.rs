@@ -76,7 +76,7 @@ mod tokenizer;
 use serde_json::json;
 
 pub use curvature::Curvature;
-pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value};
+pub use file::{Array, GgufArchive, GgufFault, GgufFile, GgufHeader, GgufTensor, MAGIC, Value, model_in};
 pub use imatrix::{Importance, ImportanceEntry};
 pub use memory::{peak_memory, scratch_bytes};
 pub use mixture::{MIXTURES, Mixture, mixture};
@@ -84,6 +84,7 @@ pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
 pub use read::{GgufSource, is_gguf, open};
 pub use run::{GgufInputs, GgufReport, GgufTensorReport, write_tensors};
 pub use steps::Steps;
+pub(crate) use tokenizer::check_pre;
 
 use crate::calibrate::{Sampling, TokenWindows};
 use crate::checkpoint::ModelDirectory;

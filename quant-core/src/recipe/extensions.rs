@@ -207,14 +207,14 @@ impl Extensions {
     /// # Errors
     /// [`Error::Usage`] if no format has that name; the remedy lists the known names.
     pub fn container(&self, name: &str) -> Result<&'static dyn Container> {
-        if let Some(OtherOutput { files, remedy, .. }) = OTHER_OUTPUTS.iter().find(|other| other.name == name)
-        {
+        let is_it = |other: &&OtherOutput| other.name.eq_ignore_ascii_case(name);
+        if let Some(OtherOutput { name, files, remedy }) = OTHER_OUTPUTS.iter().find(is_it) {
             return Err(Error::usage(
                 format!("a recipe cannot name the format {name}, because no recipe applies to {files}"),
                 *remedy,
             ));
         }
-        self.containers().find(|c| c.name() == name).ok_or_else(|| {
+        self.containers().find(|c| c.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
             let mut known: Vec<_> = self.containers().map(|c| c.name()).collect();
             known.extend(OTHER_OUTPUTS.map(|other| other.name));
             unknown("format", name, "formats", &known)

@@ -35,6 +35,27 @@ pub fn check_writable(path: &Path) -> Result<()> {
     }
 }
 
+/// Fails if a file cannot be written, or would replace a file that is not of the same kind, such as a model. An empty file
+/// and a device may be replaced.
+///
+/// # Errors
+/// [`Error::Usage`] that names the setting and the file; as [`check_writable`]; errors of `is_same_kind`.
+pub fn check_replaceable(
+    option: &str,
+    path: &Path,
+    is_same_kind: impl FnOnce(&Path) -> Result<bool>,
+) -> Result<()> {
+    check_writable(path)?;
+    let is_file = path.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() > 0);
+    if !is_file || is_same_kind(path)? {
+        return Ok(());
+    }
+    Err(Error::usage(
+        format!("‹{option}› would replace {}, which is a different kind of file", path.display()),
+        format!("set ‹{option}› to a different file, or remove this one"),
+    ))
+}
+
 fn parent_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

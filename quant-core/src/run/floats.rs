@@ -12,7 +12,7 @@ use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use crate::checkpoint::{
     CheckpointWriter, Dtype, ModelDirectory, Published, TensorInfo, TensorSpec, WriteOptions,
-    non_finite_in_whole, refuse_overlap, require_finite_bytes,
+    non_finite_in_whole, require_finite_bytes,
 };
 use crate::digest::sha256_hex;
 use crate::model::arch::TEXT_CONFIG;
@@ -75,7 +75,7 @@ impl RecipeSettings {
     /// # Errors
     /// [`Error::Usage`] for other formats besides, a missing or unknown type, and settings that have no effect.
     pub fn writes_floats(&self) -> Result<Option<Dtype>> {
-        if !self.format.iter().any(|format| format == FLOATS) {
+        if !self.format.iter().any(|format| format.eq_ignore_ascii_case(FLOATS)) {
             return Ok(None);
         }
         if self.format.len() > 1 {
@@ -141,8 +141,9 @@ pub(super) fn write(
     started: Instant,
     host: &Host<'_>,
 ) -> Result<FloatsDone> {
-    let Opened { directory, model } = open_with(&request.model, &request.extensions, host)?;
-    refuse_overlap(directory.path(), &request.output)?;
+    let opened = open_with(&request.model, &request.extensions, host)?;
+    opened.refuse_overlap(&request.model, &request.output)?;
+    let Opened { directory, model } = opened;
     let quantized = model.quant_method().or(directory.rounded_to()).map(str::to_owned);
     let model = model.dequantized()?;
     if directory.tokenizer_path().is_none() {

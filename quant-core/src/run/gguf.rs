@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::files::{check_writable, distinct, outside, write_file};
+use super::files::{check_replaceable, distinct, outside, write_file};
 use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open_with};
 use super::memory::residence_by;
@@ -16,7 +16,7 @@ use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{HiddenStates, Residence, Sampling, Spill, TokenWindows};
-use crate::checkpoint::{CheckpointWriter, Published, WriteOptions, refuse_overlap};
+use crate::checkpoint::{CheckpointWriter, Published, WriteOptions};
 use crate::gguf::{
     Curvature, GgufInputs, GgufPlan, GgufReport, GgufRequest, Importance, Steps, peak_memory, scratch_bytes,
     write_tensors,
@@ -84,7 +84,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
         let written = [("save_imatrix", Some(path.as_path()))];
         distinct(&written, &request.files_read())?;
         outside(&written, &[&request.model, &request.output])?;
-        check_writable(path)?;
+        check_replaceable("save_imatrix", path, Importance::is_matrix)?;
     }
     Ok(())
 }
@@ -92,7 +92,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
 pub(super) fn quantize(request: &QuantizeRequest, started: Instant, host: &Host<'_>) -> Result<GgufDone> {
     let settings = &request.settings;
     let opened = source(&request.model, settings, &request.extensions, host)?;
-    refuse_overlap(opened.directory.path(), &request.output)?;
+    opened.refuse_overlap(&request.model, &request.output)?;
     let spill = spill(request, &opened, host)?;
     let default = Text::Named(BUILTIN.to_owned());
     let text = request.calibration.as_ref().unwrap_or(&default);

@@ -71,7 +71,7 @@ impl RecipeSettings {
     /// # Errors
     /// [`Error::Usage`] when other formats are named too.
     pub fn writes_gguf(&self) -> Result<bool> {
-        let named = self.format.iter().any(|format| format == gguf::FORMAT);
+        let named = self.format.iter().any(|format| format.eq_ignore_ascii_case(gguf::FORMAT));
         if named && self.format.len() > 1 {
             return Err(Error::usage(
                 "GGUF cannot be combined with other formats in one run",
@@ -111,6 +111,7 @@ impl RecipeSettings {
             })?;
             Ok((Pattern::new(pattern)?, kind_of(kind)?))
         });
+        self.gguf.pre.as_deref().map_or(Ok(()), gguf::check_pre)?;
         let (method, settings) = self.gguf_method(extensions)?;
         let request = GgufRequest {
             mixture: mixture(self.scheme.as_deref().unwrap_or(DEFAULT_MIXTURE))?,
@@ -277,25 +278,33 @@ fn mixture(name: &str) -> Result<&'static Mixture> {
         const WHAT: &str = "GGUF quantization type or mixture";
         let known: Vec<&str> = MIXTURES.iter().map(|m| m.name).collect();
         let upper = name.to_ascii_uppercase();
-        let of_type: Vec<&str> = match block_type(name) {
-            Some(kind) => {
-                let prefix = format!("{}_", kind.name);
-                known.iter().copied().filter(|known| known.starts_with(&prefix)).collect()
-            }
-            None => Vec::new(),
+        let begin_with = |prefix: &str| -> Vec<&str> {
+            known.iter().copied().filter(|known| known.starts_with(prefix)).collect()
         };
+        let of_type = block_type(name).map_or_else(Vec::new, |kind| begin_with(&format!("{}_", kind.name)));
         if !of_type.is_empty() {
             return Error::usage(
                 format!("unknown {WHAT} `{name}`"),
                 format!("choose one of {}, which are mixtures with {upper}", of_type.join(", ")),
             );
         }
+        if let Some(kind) = block_type(name) {
+            let similar = begin_with(&format!("Q{}_", kind.code_bits().unwrap_or_default()));
+            return Error::usage(
+                format!("no mixture has the name of the tensor type {upper}"),
+                format!(
+                    "choose a mixture of a similar size as ‹scheme› ({}), and set the type of some of its tensors with \
+                    ‹override=PATTERN={}›; known mixtures: {}",
+                    similar.join(", "),
+                    kind.name.to_ascii_lowercase(),
+                    known.join(", ")
+                ),
+            );
+        }
         // Schemes of other formats state the bits of weights.
         let scheme = name.to_ascii_lowercase().parse::<LinearScheme>().ok();
-        if let Some(scheme) = scheme.filter(|_| block_type(name).is_none()) {
-            let prefix = format!("Q{}_", scheme.bits());
-            let similar: Vec<&str> =
-                known.iter().copied().filter(|known| known.starts_with(&prefix)).collect();
+        if let Some(scheme) = scheme {
+            let similar = begin_with(&format!("Q{}_", scheme.bits()));
             let meant = match similar.is_empty() {
                 true => String::new(),
                 false => format!("types with {} bits: {}; ", scheme.bits(), similar.join(", ")),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::quantize::is_gguf_name;
 use super::settings::RecipeSettings;
 use crate::calibrate::InProcess;
-use crate::checkpoint::ModelDirectory;
+use crate::checkpoint::{ModelDirectory, refuse_overlap};
 use crate::model::Model;
 use crate::pipeline::Program;
 use crate::recipe::{Extensions, Recipe};
@@ -153,10 +153,11 @@ pub struct Opened {
 }
 
 /// Opens a GGUF file or a model directory, which is fetched first if a name was given, and warns about anything unusual
-/// in it.
+/// in it. A directory without `config.json` in which there is one GGUF model stands for that model.
 ///
 /// # Errors
-/// As [`ModelDirectory::open`] and [`Model::open`]; when a named model cannot be fetched.
+/// As [`ModelDirectory::open`], [`gguf::model_in`], [`gguf::open`] and [`Model::open`]; when a named model cannot be
+/// fetched.
 pub fn open(path: &Path, host: &Host<'_>) -> Result<Opened> {
     open_with(path, &Extensions::default(), host)
 }
@@ -167,9 +168,10 @@ pub fn open(path: &Path, host: &Host<'_>) -> Result<Opened> {
 /// As [`open`].
 pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Result<Opened> {
     // A damaged file may lack the first bytes by which it is recognized.
-    let directory = match gguf::is_gguf(path) || is_gguf_name(path) && path.is_file() {
-        true => gguf::open(path)?,
-        false => ModelDirectory::open(&host.catalog.model_directory(path)?)?,
+    let is_file = gguf::is_gguf(path) || is_gguf_name(path) && path.is_file();
+    let directory = match if is_file { Some(path.to_owned()) } else { gguf::model_in(path)? } {
+        Some(file) => gguf::open(&file)?,
+        None => ModelDirectory::open(&host.catalog.model_directory(path)?)?,
     }
     .with_text_workers(host.text_workers.clone());
     for warning in directory.warnings() {
@@ -181,6 +183,16 @@ pub fn open_with(path: &Path, extensions: &Extensions, host: &Host<'_>) -> Resul
         host.warn(warning);
     }
     Ok(Opened { directory, model })
+}
+
+impl Opened {
+    /// Fails if the output overlaps the model that was opened at `path`, or the directory in which its GGUF file was found.
+    pub(super) fn refuse_overlap(&self, path: &Path, output: &Path) -> Result<()> {
+        if path.is_dir() {
+            refuse_overlap(path, output)?;
+        }
+        refuse_overlap(self.directory.path(), output)
+    }
 }
 
 /// Dequantizes the opened model if it is quantized and will be rounded again. A checkpoint whose codes may be kept is

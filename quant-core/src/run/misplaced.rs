@@ -22,6 +22,14 @@ pub(super) fn explained<T>(
 
 fn belongs_to(setting: &str, name: &str, extensions: &Extensions) -> Option<String> {
     if setting == "format" && name.contains(',') {
+        let alone = [GGUF, FLOATS].into_iter();
+        let alone = alone.filter(|alone| name.split(',').any(|one| one.trim().eq_ignore_ascii_case(alone)));
+        if let Some(alone) = alone.into_iter().next() {
+            return Some(format!(
+                "a run that writes {alone} writes no other format: run once with ‹format={alone}›, and once with the \
+                other formats"
+            ));
+        }
         let each: Vec<String> = name.split(',').map(|one| format!("‹format={}›", one.trim())).collect();
         return Some(format!("set ‹format› once for each format: {}", each.join(" ")));
     }

@@ -1,11 +1,10 @@
 //! The entry point of a run, which `quant quantize` calls.
 
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use super::files::{check_writable, distinct, outside, write_file};
+use super::files::{check_replaceable, distinct, outside, write_file};
 use super::floats::{self, FloatsDone};
 use super::gguf::{self, GgufDone};
 use super::host::{Host, Opened, open_with, prepared};
@@ -16,7 +15,7 @@ use super::steps::{StepTime, StepTimes};
 use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{ChannelMaxima, TextTokenizer, TokenWindows};
-use crate::checkpoint::{Dtype, Published, refuse_overlap};
+use crate::checkpoint::{Dtype, Published};
 use crate::engines::{Compatibility, ENGINES, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
@@ -150,6 +149,8 @@ impl<'a> QuantizeJob<'a> {
             floats::check(request)?;
             return Ok(Self { request, output: Output::Floats(dtype) });
         }
+        // Before settings that depend on the format.
+        settings.check_formats(&request.extensions)?;
         settings.gguf.refuse()?;
         if is_gguf_name(&request.output) {
             return Err(Error::usage(
@@ -209,7 +210,7 @@ impl<'a> QuantizeJob<'a> {
             host.warn("the model has no tokenizer.json, so the output will not have one either");
         }
         TextTokenizer::check(&opened.directory)?;
-        refuse_overlap(opened.directory.path(), &request.output)?;
+        opened.refuse_overlap(&request.model, &request.output)?;
         let outputs = checkpoints(&opened, recipe, request, outputs, &host)?;
         Ok(Done::Checkpoints(Quantized {
             outputs,
@@ -235,7 +236,10 @@ fn check_maxima(path: &Path, recipe: &Recipe, request: &QuantizeRequest) -> Resu
         ));
     }
     outside(&[(NAME, Some(path))], &[&request.model, &request.output])?;
-    check_writable(path)
+    check_replaceable(NAME, path, |path| match ChannelMaxima::read(path) {
+        Err(error @ Error::Io { .. }) => Err(error),
+        read => Ok(read.is_ok()),
+    })
 }
 
 fn checkpoints(
@@ -354,5 +358,5 @@ pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
 
 /// A GGUF output with any other name is a directory that holds the file.
 pub fn is_gguf_name(output: &Path) -> bool {
-    output.extension() == Some(OsStr::new("gguf"))
+    output.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }

@@ -124,9 +124,7 @@ impl RecipeSettings {
         }
         recipe.method = recipe.method.without(&self.skip)?;
         if !self.format.is_empty() {
-            for name in &self.format {
-                explained(extensions.container(name), "format", name, extensions)?;
-            }
+            self.check_formats(extensions)?;
             recipe.containers = extensions.containers_of(&self.format)?;
         }
         if let Some(size) = &self.group_size {
@@ -217,6 +215,13 @@ impl RecipeSettings {
             },
         };
         Ok(recipe)
+    }
+
+    /// Fails if a format is unknown, or is one that no recipe can name.
+    pub(crate) fn check_formats(&self, extensions: &Extensions) -> Result<()> {
+        self.format
+            .iter()
+            .try_for_each(|name| explained(extensions.container(name), "format", name, extensions).map(drop))
     }
 
     /// Adds a setting of a step that is written as `STEP.KEY=VALUE`. The value is a JSON number, boolean, string, array or

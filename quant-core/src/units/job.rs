@@ -62,6 +62,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     if settings.writes_floats()?.is_some() {
         return Err(Error::usage("jobs in units do not write float checkpoints", "run ‹quantize()›"));
     }
+    settings.check_formats(&request.extensions)?;
     settings.gguf.refuse()?;
     for (name, value) in
         [("blocks_per_unit", request.blocks_per_unit), ("forward_shards", request.forward_shards)]
@@ -122,7 +123,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     };
     let record = JobRecord {
         schema: SCHEMA.into(),
-        model: absolute(&request.model, &opened)?,
+        model: absolute(opened.directory.path())?,
         settings: stored,
         windows: tokens,
         blocks_per_unit: split[0],
@@ -165,8 +166,7 @@ fn copied(store: &Store, path: Option<&Path>, kind: &str, extension: &str) -> Re
     Ok(Some(PathBuf::from(store.publish_input(&bytes, kind, extension)?)))
 }
 
-fn absolute(model: &Path, opened: &Opened) -> Result<PathBuf> {
-    let path = if crate::gguf::is_gguf(model) { model } else { opened.directory.path() };
+fn absolute(path: &Path) -> Result<PathBuf> {
     path.canonicalize().map_err(|e| Error::io("open", path, e))
 }
 

@@ -4,15 +4,19 @@ use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
+use rayon::prelude::*;
+
 use super::open::GgufFile;
 use super::parts::{self, Part};
 use super::read::{GgufHeader, GgufTensor};
 use super::value::Value;
-use super::write::{Described, WRITER_KEY, header};
+use super::write::{Described, SEAL_KEY, WRITER_KEY, add_seal, header};
 use crate::blocks::{self, BlockType, block_type};
 use crate::checkpoint::{
-    Archive, Dtype, OpaqueDtype, PlacedTensor, ShardFile, ShardLayout, TensorInfo, TensorSpec, check_specs,
+    Archive, Dtype, OpaqueDtype, Origin, PlacedTensor, ShardFile, ShardLayout, TensorInfo, TensorSpec,
+    check_specs, seal,
 };
+use crate::digest::Digest256;
 use crate::{Error, Result};
 
 /// A GGUF file with this metadata.
@@ -95,6 +99,7 @@ impl GgufArchive {
         };
         metadata.extend(part.into_iter().flat_map(Part::entries));
         metadata.push((WRITER_KEY.to_owned(), Value::string(env!("CARGO_PKG_VERSION"))));
+        let seal = add_seal(&mut metadata);
         let (header, offsets) = header(&metadata, &described)?;
         let placed = tensors.iter().zip(&offsets).map(|(spec, offset)| PlacedTensor {
             name: spec.name.clone(),
@@ -106,7 +111,7 @@ impl GgufArchive {
             Some(part) => parts::file_name(self.stem(), part.number, part.count),
         };
         let bytes = offsets.last().copied().unwrap_or_default();
-        Ok(ShardFile { name, header, tensors: placed.collect(), bytes })
+        Ok(ShardFile { name, header, seal: Some(seal), tensors: placed.collect(), bytes })
     }
 
     fn stem(&self) -> &str {
@@ -129,6 +134,37 @@ impl GgufArchive {
         }
         Ok(whole)
     }
+}
+
+/// Whether a file has exactly the contents with which this program sealed it.
+fn is_sealed(file: &GgufFile) -> Result<bool> {
+    let GgufHeader { metadata, tensors, .. } = file.header();
+    let Some(((key, Value::String(stated)), others)) = metadata.split_last() else { return Ok(false) };
+    if key != SEAL_KEY {
+        return Ok(false);
+    }
+    let mut unsealed = others.to_vec();
+    add_seal(&mut unsealed);
+    let described = tensors.iter();
+    let described = described.map(|t| Described { name: &t.name, shape: &t.shape, kind: t.kind });
+    let (header, offsets) = header(&unsealed, &described.collect::<Vec<_>>())?;
+    // Nothing may follow the last tensor.
+    if offsets.last() != Some(&file.bytes()) {
+        return Ok(false);
+    }
+    let digests: Vec<Digest256> = tensors.par_iter().map(|t| digest(file, t)).collect::<Result<_>>()?;
+    Ok(seal(&header, digests) == *stated)
+}
+
+fn digest(file: &GgufFile, tensor: &GgufTensor) -> Result<Digest256> {
+    const PIECE: u64 = 4 << 20;
+    let (mut hash, mut piece) = (blake3::Hasher::new(), Vec::new());
+    for first in (0..tensor.bytes).step_by(PIECE as usize) {
+        piece.resize(PIECE.min(tensor.bytes - first) as usize, 0);
+        file.read(tensor, first, &mut piece)?;
+        hash.update(&piece);
+    }
+    Ok(hash.finalize().into())
 }
 
 impl Archive for GgufArchive {
@@ -176,11 +212,15 @@ impl Archive for GgufArchive {
         }
     }
 
-    fn is_own_file(&self, path: &Path) -> Result<bool> {
-        match GgufFile::open(path) {
-            Ok(file) => Ok(file.header().get(WRITER_KEY).is_some()),
-            Err(Error::InputFile { .. }) => Ok(false),
-            Err(other) => Err(other),
+    fn origin(&self, path: &Path) -> Result<Origin> {
+        let file = match GgufFile::open(path) {
+            Ok(file) => file,
+            Err(Error::InputFile { .. }) => return Ok(Origin::Foreign),
+            Err(other) => return Err(other),
+        };
+        if file.header().get(WRITER_KEY).is_none() {
+            return Ok(Origin::Foreign);
         }
+        Ok(if is_sealed(&file)? { Origin::Own } else { Origin::Changed })
     }
 }

@@ -4,6 +4,7 @@
 //! against the remaining bytes of the file before anything is allocated.
 
 mod archive;
+mod directory;
 mod fault;
 mod open;
 mod parts;
@@ -14,6 +15,7 @@ mod value;
 mod write;
 
 pub use archive::GgufArchive;
+pub use directory::model_in;
 pub use fault::GgufFault;
 pub use open::GgufFile;
 pub use read::{GgufHeader, GgufTensor};

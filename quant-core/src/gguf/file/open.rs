@@ -5,8 +5,9 @@ use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
+use super::directory::{MISSING, names, renaming};
 use super::fault::GgufFault;
-use super::parts::Part;
+use super::parts::{Part, file_name};
 use super::read::{GgufHeader, GgufTensor};
 use crate::checkpoint::{open_regular, printable, read_exact_at};
 use crate::{Error, Result};
@@ -52,18 +53,27 @@ impl GgufFile {
         };
         if part.number != 0 {
             let reason = format!("is file {} of a model in {} files", part.number + 1, part.count);
-            return Err(Self::refused(path, reason, "give the first file, whose name contains -00001-of-"));
-        }
-        let others = part.others(path).map_err(|fault| Self::broken(path, fault))?;
-        for (number, other) in others.iter().enumerate() {
-            let file = match Self::open(other) {
-                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-                    let reason =
-                        format!("is missing, but {} is the first of {} files", path.display(), part.count);
-                    return Err(Self::broken(other, reason));
-                }
-                opened => opened?,
+            let remedy = match part.first(path) {
+                Some(first) => format!("give the first file, {}", first.display()),
+                None => "give the first file, whose name contains -00001-of-".to_owned(),
             };
+            return Err(Self::refused(path, reason, &remedy));
+        }
+        let others = part.others(path).ok_or_else(|| {
+            let ending = file_name("", 0, part.count);
+            let reason = format!("is the first of {} files, so its name must end in `{ending}`", part.count);
+            Self::refused(path, reason, &renaming(path, part.count))
+        })?;
+        let missing: Vec<&PathBuf> = others.iter().filter(|other| !other.exists()).collect();
+        if !missing.is_empty() {
+            let missing = missing.into_iter().filter_map(|path| path.file_name());
+            let missing = names(missing.map(|name| name.to_string_lossy().into_owned()));
+            let reason =
+                format!("is the first of {} files, of which others are missing: {missing}", part.count);
+            return Err(Self::refused(path, reason, MISSING));
+        }
+        for (number, other) in others.iter().enumerate() {
+            let file = Self::open(other)?;
             let expected = Part { number: number + 1, ..part };
             if Part::of(&file.header).map_err(|fault| Self::broken(other, fault))? != Some(expected) {
                 let reason = format!(

@@ -19,6 +19,16 @@ pub(super) fn file_name(stem: &str, number: usize, count: usize) -> String {
     format!("{stem}-{:05}-of-{count:05}.gguf", number + 1)
 }
 
+/// The stem, the number, counted from 0, and the count in a name as [`file_name`] makes it.
+pub(super) fn split_name(name: &str) -> Option<(&str, usize, usize)> {
+    let (start, count) = name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+    let (stem, number) = start.rsplit_once('-')?;
+    let digits = |text: &str| (text.len() == 5).then(|| text.parse::<usize>().ok()).flatten();
+    let (number, count) = (digits(number)?, digits(count)?);
+    let part = (stem, number.checked_sub(1)?, count);
+    (number <= count && file_name(part.0, part.1, part.2) == name).then_some(part)
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Part {
     pub(super) number: usize,
@@ -62,16 +72,19 @@ impl Part {
         ]
     }
 
-    /// The paths of the other parts, given that of the first.
-    pub(super) fn others(self, first: &Path) -> Result<Vec<PathBuf>, GgufFault> {
+    /// The paths of the other parts, given that of the first; `None` if its name does not state that it is the first.
+    pub(super) fn others(self, first: &Path) -> Option<Vec<PathBuf>> {
         let name = first.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        let ending = file_name("", 0, self.count);
-        let stem = name.strip_suffix(&ending).ok_or_else(|| {
-            GgufFault::from(format!(
-                "is the first of {} files, so its name must end in `{ending}`",
-                self.count
-            ))
-        })?;
-        Ok((1..self.count).map(|number| first.with_file_name(file_name(stem, number, self.count))).collect())
+        let stem = name.strip_suffix(&file_name("", 0, self.count))?;
+        Some(
+            (1..self.count).map(|number| first.with_file_name(file_name(stem, number, self.count))).collect(),
+        )
+    }
+
+    /// The path of the first part, given that of this one, if its name states its number and the first part exists.
+    pub(super) fn first(self, path: &Path) -> Option<PathBuf> {
+        let (stem, number, count) = path.file_name()?.to_str().and_then(split_name)?;
+        let first = path.with_file_name(file_name(stem, 0, count));
+        (number == self.number && count == self.count && first.is_file()).then_some(first)
     }
 }

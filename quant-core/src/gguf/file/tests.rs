@@ -1,12 +1,16 @@
 //! Files that are written and read back, and malicious files.
 
+use std::sync::Arc;
+
 use proptest::prelude::*;
 
-use super::GgufFault;
 use super::read::GgufHeader;
 use super::value::{Array, Value};
 use super::write::{Described, header};
-use crate::blocks::{BLOCK_TYPES, F16, F32, Q4_K};
+use super::{GgufArchive, GgufFault};
+use crate::TensorSink;
+use crate::blocks::{BLOCK_TYPES, F16, F32, Q4_K, Q6_K};
+use crate::checkpoint::{Archive, CheckpointWriter, Origin, WriteOptions};
 
 fn entries() -> Vec<(String, Value)> {
     let lists = Value::Array(Array::String(vec!["a".into(), String::new(), "ü".into()]));
@@ -66,6 +70,85 @@ fn a_file_that_is_cut_anywhere_is_refused() {
         let message = parse(&bytes[..len]).unwrap_err().to_string();
         assert!(!message.is_empty(), "{len}");
     }
+}
+
+/// A file is recognized as this program's own until anything in it changes.
+#[test]
+fn a_seal_fits_only_the_file_that_was_written() {
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("a.gguf");
+    let archive = GgufArchive { file_name: "a.gguf".into(), metadata: entries(), in_parts: false };
+    let tensors = [("a", &Q4_K, &[3, 256][..]), ("b", &F32, &[5]), ("c", &F16, &[2, 3, 4])];
+    let specs = tensors.iter().map(|(name, kind, shape)| GgufArchive::spec(name, kind, shape).unwrap());
+    let options = || WriteOptions {
+        archive: Arc::new(archive.clone()),
+        single_file: true,
+        force: true,
+        ..WriteOptions::default()
+    };
+    let write = |first: u8| {
+        let mut writer = CheckpointWriter::create(&path, specs.clone().collect(), options())?;
+        for spec in specs.clone() {
+            writer.write(&spec.name, 0, &vec![first; spec.info.byte_len() as usize])?;
+        }
+        writer.publish()
+    };
+    let written = |first| write(first).map(|_| std::fs::read(&path).unwrap());
+    let bytes = written(1).unwrap();
+    assert_eq!(archive.origin(&path).unwrap(), Origin::Own);
+    let origin = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        archive.origin(&path).unwrap()
+    };
+    // A byte of the metadata, of a tensor's description, of the seal and of the last tensor.
+    let at = |text: &str| bytes.windows(text.len()).position(|part| part == text.as_bytes()).unwrap();
+    let last = parse(&bytes).unwrap().tensors[2].offset as usize;
+    for place in [at("text"), at("quant.blake3") + 12 + 4 + 8, last + 7] {
+        let mut changed = bytes.clone();
+        changed[place] ^= 1;
+        assert_eq!(origin(&changed), Origin::Changed, "byte {place}");
+        let error = write(2).unwrap_err();
+        assert!(error.to_string().contains("was modified after quant wrote it"), "{error}");
+        assert_eq!(std::fs::read(&path).unwrap(), changed);
+    }
+    assert_eq!(origin(&[&bytes[..], &[0; 32]].concat()), Origin::Changed);
+    // Programs that rewrite a file keep unknown metadata: here with other types, and with further entries.
+    let found = parse(&bytes).unwrap();
+    let rewritten = |metadata: &[(String, Value)], kind| {
+        let described = [("a", kind, &[3, 256][..]), ("b", &F32, &[5]), ("c", &F16, &[2, 3, 4])];
+        let described = described.map(|(name, kind, shape)| Described { name, shape, kind });
+        let (mut rewritten, offsets) = header(metadata, &described).unwrap();
+        rewritten.resize(*offsets.last().unwrap() as usize, 1);
+        rewritten
+    };
+    assert_eq!(origin(&rewritten(&found.metadata, &Q6_K)), Origin::Changed);
+    let mut more = found.metadata.clone();
+    more.push(("quantize.imatrix.file".to_owned(), Value::string("x")));
+    assert_eq!(origin(&rewritten(&more, &Q4_K)), Origin::Changed);
+    more.retain(|(key, _)| !key.starts_with("quant."));
+    assert_eq!(origin(&rewritten(&more, &Q4_K)), Origin::Foreign);
+    assert_eq!(origin(b"GGUF of somebody"), Origin::Foreign);
+    assert!(write(2).unwrap_err().to_string().contains("was not written by quant"));
+    // The file itself is replaced, and the result does not depend on what was there.
+    std::fs::write(&path, &bytes).unwrap();
+    let other = written(2).unwrap();
+    assert!(other != bytes && archive.origin(&path).unwrap() == Origin::Own);
+    assert!(written(1).unwrap() == bytes);
+    // A run that ends after the file is sealed and before it has its name is resumed with all tensors.
+    std::fs::remove_file(&path).unwrap();
+    let create = |resume| {
+        CheckpointWriter::create(&path, specs.clone().collect(), WriteOptions { resume, ..options() })
+            .unwrap()
+    };
+    let mut writer = create(false);
+    for spec in specs.clone() {
+        writer.write(&spec.name, 0, &vec![1; spec.info.byte_len() as usize]).unwrap();
+    }
+    drop(writer.prepare(&crate::Silent, &crate::CancelToken::new()).unwrap());
+    let writer = create(true);
+    assert_eq!(writer.notes(), ["resumed: 3 of 3 tensors of the output are complete"]);
+    writer.publish().unwrap();
+    assert!(std::fs::read(&path).unwrap() == bytes);
 }
 
 fn crafted(tensors: u64, entries: u64, rest: &[u8]) -> Vec<u8> {

@@ -1,12 +1,18 @@
 //! Builds the bytes before the tensor data.
 
+use std::ops::Range;
+
 use super::value::{Array, Value};
 use super::{ALIGNMENT_KEY, DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, VERSION};
 use crate::blocks::BlockType;
+use crate::checkpoint::UNSEALED;
 use crate::{Error, Result};
 
-/// The key for the version of this program, in files that it wrote. Another run may replace such files.
+/// The key for the version of this program, in files that it wrote.
 pub(super) const WRITER_KEY: &str = "quant.version";
+/// The key for the [seal](crate::checkpoint::seal) of a file, by which the program recognizes a file that it wrote. Other
+/// programs copy it to files that they make from this one, whose contents it does not match. It is the last entry.
+pub(super) const SEAL_KEY: &str = "quant.blake3";
 
 pub(super) struct Described<'a> {
     pub(super) name: &'a str,
@@ -42,15 +48,7 @@ pub(super) fn header(metadata: &[(String, Value)], tensors: &[Described<'_>]) ->
     if !alignment.is_power_of_two() {
         return Err(Error::Internal(format!("an alignment of {alignment} bytes is invalid")));
     }
-    let mut bytes = MAGIC.to_vec();
-    bytes.extend(VERSION.to_le_bytes());
-    bytes.extend((tensors.len() as u64).to_le_bytes());
-    bytes.extend((metadata.len() as u64).to_le_bytes());
-    for (key, value) in metadata {
-        put_string(&mut bytes, key);
-        bytes.extend(value.kind().to_le_bytes());
-        put_value(&mut bytes, value);
-    }
+    let mut bytes = start(metadata, tensors.len());
     let (mut offsets, mut end) = (Vec::with_capacity(tensors.len() + 1), 0_u64);
     for tensor in tensors {
         put_string(&mut bytes, tensor.name);
@@ -71,6 +69,27 @@ pub(super) fn header(metadata: &[(String, Value)], tensors: &[Described<'_>]) ->
     let placed = offsets.into_iter().map(|offset| offset.checked_add(start));
     let placed = placed.collect::<Option<Vec<u64>>>();
     Ok((bytes, placed.ok_or_else(|| Error::Internal("the size of the output overflows".into()))?))
+}
+
+/// Returns the bytes before the descriptions of the tensors.
+fn start(metadata: &[(String, Value)], tensors: usize) -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend(VERSION.to_le_bytes());
+    bytes.extend((tensors as u64).to_le_bytes());
+    bytes.extend((metadata.len() as u64).to_le_bytes());
+    for (key, value) in metadata {
+        put_string(&mut bytes, key);
+        bytes.extend(value.kind().to_le_bytes());
+        put_value(&mut bytes, value);
+    }
+    bytes
+}
+
+/// Adds an entry for the seal as the last one, and returns its place in the header.
+pub(super) fn add_seal(metadata: &mut Vec<(String, Value)>) -> Range<usize> {
+    metadata.push((SEAL_KEY.to_owned(), Value::string(UNSEALED)));
+    let end = start(metadata, 0).len();
+    end - UNSEALED.len()..end
 }
 
 /// Returns the bytes of a whole file from the name, shape and values of each tensor.

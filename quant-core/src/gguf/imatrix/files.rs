@@ -1,27 +1,51 @@
 //! The two file formats of importance matrices.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use super::{Importance, ImportanceEntry};
 use crate::checkpoint::{printable, read_capped};
 use crate::gguf::file::{GgufFile, MAGIC, Value, write_file};
+use crate::gguf::is_gguf;
 use crate::gguf::metadata::strings;
 use crate::{Error, Result};
 
 const MAX_FILE_BYTES: u64 = 4 << 30;
+const DATASETS: &str = "imatrix.datasets";
 const SUMS: &str = ".in_sum2";
 const COUNTS: &str = ".counts";
 const MAX_VALUES: usize = 1 << 26;
 
 impl Importance {
+    /// Whether a file is an importance matrix in either format.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be read.
+    pub fn is_matrix(path: &Path) -> Result<bool> {
+        if is_gguf(path) {
+            return match GgufFile::open(path) {
+                Ok(file) => Ok(file.header().get(DATASETS).is_some()),
+                Err(Error::InputFile { .. }) => Ok(false),
+                Err(other) => Err(other),
+            };
+        }
+        let bytes = read_capped(path, path, MAX_FILE_BYTES)?;
+        Ok(bytes.is_ok_and(|bytes| Self::from_dat(&bytes).is_ok_and(|found| !found.entries.is_empty())))
+    }
+
     /// Reads a file of either format.
     ///
     /// # Errors
-    /// [`Error::InputFile`] if it is too large, has neither format, is damaged, or contains negative or non-finite
-    /// values; [`Error::Io`] if it cannot be read.
+    /// [`Error::InputFile`] if it does not exist, is too large, has neither format, is damaged, or contains negative or
+    /// non-finite values; [`Error::Io`] if it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason| Self::fault(path, reason);
-        let bytes = read_capped(path, path, MAX_FILE_BYTES)?.map_err(fault)?;
+        let bytes = match read_capped(path, path, MAX_FILE_BYTES) {
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                return Err(fault("does not exist".into()));
+            }
+            read => read?.map_err(fault)?,
+        };
         let mut found = match bytes.starts_with(&MAGIC) {
             true => Self::from_gguf(path)?,
             false => Self::from_dat(&bytes).map_err(fault)?,
@@ -53,10 +77,10 @@ impl Importance {
                 fault(format!("`imatrix.{name}` is missing or not an unsigned 32-bit integer"))
             })
         };
-        let datasets = key("datasets").and_then(Value::as_strings);
+        let datasets = file.header().get(DATASETS).and_then(Value::as_strings);
         let mut found = Self {
             datasets: datasets
-                .ok_or_else(|| fault("`imatrix.datasets` is missing or not a list of strings".into()))?
+                .ok_or_else(|| fault(format!("`{DATASETS}` is missing or not a list of strings")))?
                 .to_vec(),
             chunks: number("chunk_count")?,
             chunk_size: number("chunk_size")?,
@@ -112,7 +136,7 @@ impl Importance {
         let datasets: Vec<&str> = self.datasets.iter().map(String::as_str).collect();
         let metadata = [
             ("general.type", Value::string("imatrix")),
-            ("imatrix.datasets", strings(&datasets)),
+            (DATASETS, strings(&datasets)),
             ("imatrix.chunk_count", Value::U32(self.chunks)),
             ("imatrix.chunk_size", Value::U32(self.chunk_size)),
         ];

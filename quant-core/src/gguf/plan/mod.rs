@@ -87,6 +87,27 @@ impl GgufRequest {
         })
     }
 
+    /// A note on the weights of blocks for which the method computes Hessians without effect.
+    fn without_effect(&self, tensors: &[PlannedTensor]) -> Option<String> {
+        self.compensation()?;
+        let rounded =
+            tensors.iter().filter(|t| t.layer().is_some() && !t.kind.is_float() && !t.keeps_codes());
+        let (with, without): (Vec<_>, Vec<_>) = rounded.partition(|tensor| tensor.may_compensate());
+        let mut types: BTreeMap<&str, usize> = BTreeMap::new();
+        without.iter().for_each(|tensor| *types.entry(tensor.kind.name).or_default() += 1);
+        let types: Vec<String> = types.into_iter().map(|(kind, n)| format!("{n} × {kind}")).collect();
+        let (name, types) = (self.method.rounding.name(), types.join(", "));
+        match (with.len(), without.len()) {
+            (_, 0) => None,
+            (0, _) => Some(format!(
+                "`{name}` has no effect on this file, because it does not apply to the weights of any block ({types})"
+            )),
+            _ => Some(format!(
+                "`{name}` has no effect on some weights, which are rounded as without it: {types}"
+            )),
+        }
+    }
+
     /// Whether only float types are requested.
     pub fn is_float(&self) -> bool {
         self.mixture.base.is_float() && self.overrides.iter().all(|(_, kind)| kind.is_float())
@@ -136,6 +157,12 @@ impl PlannedTensor {
     /// Whether the columns are rows of the checkpoint.
     pub(super) fn is_transposed(&self) -> bool {
         matches!(&self.source, Source::Stored { view, .. } if matches!(view.order, RowOrder::Transposed { .. }))
+    }
+
+    /// Whether codes can compensate each other's rounding errors: in weights of blocks with columns in the order of the
+    /// checkpoint, unless their type ignores the importance of channels, as Q8_0 does.
+    fn may_compensate(&self) -> bool {
+        self.kind.uses_importance && self.keeps_columns()
     }
 
     /// The column of the checkpoint's tensor at this column of the file.
@@ -279,10 +306,12 @@ impl GgufPlan {
             ));
         }
         request.check_steps(a, &tensors)?;
+        notes.extend(request.without_effect(&tensors));
         let file_type = commonest_type(&tensors).unwrap_or(mixture).id;
         let mut metadata = general::general(family, &general::name(directory), file_type, &tensors);
         metadata.extend(description::entries(directory.description()));
-        metadata.extend(general::sampling(directory));
+        let described: BTreeSet<String> = metadata.iter().map(|(key, _)| key.clone()).collect();
+        metadata.extend(general::sampling(directory).into_iter().filter(|(key, _)| !described.contains(key)));
         metadata.extend(about.entries);
         let vocabulary = tokenizer::metadata(directory, family, a.vocab, request.pre.as_deref())?;
         notes.extend(vocabulary.notes);

@@ -6,6 +6,9 @@
 mod config;
 mod gemma4;
 mod mixers;
+mod special_tokens;
+#[cfg(test)]
+mod special_tokens_tests;
 mod specials;
 mod tensors;
 #[cfg(test)]
@@ -35,20 +38,28 @@ pub fn open(path: &Path) -> Result<ModelDirectory> {
     let file = Arc::new(GgufFile::open_model(path)?);
     let about = About::of(&file)?;
     GgufSource::check_experts(&about)?;
-    let config = config::config(&about)?;
+    let mut config = config::config(&about)?;
     let architecture = describe(&ConfigFields::new(path, &config), &MemorySource::default())?;
     let source = GgufSource::new(file.clone(), &about, &architecture)?;
+    let special = special_tokens::fields(&about, architecture.vocab)?;
+    let generation = special_tokens::generation(&about, &special);
+    let generation =
+        generation.map(|fields| tokenizer::file(&about, "generation_config.json", format!("{fields:#}\n")));
+    config.extend(special);
     let mut notes = Vec::new();
     let kinds = source.kinds();
     let directory = match tokenizer::files(&about)? {
-        Ok(files) => ModelDirectory::in_memory(path, config, Arc::new(source), files, notes),
+        Ok(mut files) => {
+            files.extend(generation);
+            ModelDirectory::in_memory(path, config, Arc::new(source), files, notes)
+        }
         Err(reason) => {
             notes.push(match reason == tokenizer::NONE {
                 true => format!("{reason}: it can be inspected and converted, but not run on text"),
                 false => format!("the tokenizer in the file cannot be used: {reason}"),
             });
-            ModelDirectory::in_memory(path, config, Arc::new(source), Vec::new(), notes)
-                .without_tokenizer(reason)
+            let files = generation.into_iter().collect();
+            ModelDirectory::in_memory(path, config, Arc::new(source), files, notes).without_tokenizer(reason)
         }
     };
     let directory = directory.with_description(description::of(file.header()));

@@ -7,11 +7,11 @@ use super::open;
 use crate::checkpoint::ModelDirectory;
 use crate::{Error, Result};
 
-type Metadata = Vec<(String, Value)>;
-type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
+pub(super) type Metadata = Vec<(String, Value)>;
+pub(super) type Tensors = Vec<(String, Vec<usize>, Vec<f32>)>;
 
 /// A Llama with one block: 2 heads of 4 channels, a SentencePiece vocabulary of 6 tokens.
-fn model() -> (Metadata, Tensors) {
+pub(super) fn model() -> (Metadata, Tensors) {
     let metadata = [
         ("general.architecture", Value::string("llama")),
         ("llama.block_count", Value::U32(1)),
@@ -49,21 +49,21 @@ fn model() -> (Metadata, Tensors) {
     (metadata, tensors)
 }
 
-fn tensor(name: &str, shape: &[usize], first: f32) -> (String, Vec<usize>, Vec<f32>) {
+pub(super) fn tensor(name: &str, shape: &[usize], first: f32) -> (String, Vec<usize>, Vec<f32>) {
     let count = shape.iter().product::<usize>();
     (name.to_owned(), shape.to_vec(), (0..count).map(|i| first + i as f32 / 1024.0).collect())
 }
 
-fn texts(list: &[&str]) -> Value {
+pub(super) fn texts(list: &[&str]) -> Value {
     Value::Array(Array::String(list.iter().map(|&text| text.to_owned()).collect()))
 }
 
-fn set(metadata: &mut Metadata, key: &str, value: Value) {
+pub(super) fn set(metadata: &mut Metadata, key: &str, value: Value) {
     metadata.retain(|(known, _)| known != key);
     metadata.push((key.to_owned(), value));
 }
 
-fn read((metadata, tensors): &(Metadata, Tensors)) -> (tempfile::TempDir, Result<ModelDirectory>) {
+pub(super) fn read((metadata, tensors): &(Metadata, Tensors)) -> (tempfile::TempDir, Result<ModelDirectory>) {
     let directory = tempfile::tempdir().unwrap();
     let path: PathBuf = directory.path().join("x.gguf");
     std::fs::write(&path, write_file(metadata, tensors).unwrap()).unwrap();
@@ -217,7 +217,10 @@ fn values_of_a_wrong_type_are_refused() {
         "tokenizer.ggml.bos_token_id",
         "tokenizer.ggml.eos_token_id",
         "tokenizer.ggml.padding_token_id",
+        "tokenizer.ggml.eot_token_id",
+        "tokenizer.ggml.mask_token_id",
         "tokenizer.chat_template",
+        "tokenizer.chat_template.tool_use",
     ] {
         let wrong = texts(&["1"]);
         assert_contains(&refused(&[(key, wrong)]), &[&format!("`{key}` "), "download it again"]);
@@ -373,7 +376,10 @@ fn models_in_parts_are_read_as_one() {
         &refused(&good, ["x.gguf", NAMES[1]], &as_it_is),
         &["must end in `-00001-of-00002.gguf`"],
     );
-    assert_contains(&refused(&good, [NAMES[0], "y.gguf"], &as_it_is), &[NAMES[1], "is missing"]);
+    assert_contains(
+        &refused(&good, [NAMES[0], "y.gguf"], &as_it_is),
+        &["is the first of 2 files, of which others are missing: x-00002-of-00002.gguf"],
+    );
     let twice = |first: &mut Tensors, rest: &mut Tensors| rest.push(first[0].clone());
     assert_contains(
         &refused(&good, NAMES, &twice),

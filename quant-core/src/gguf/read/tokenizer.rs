@@ -6,9 +6,10 @@ use std::sync::Arc;
 use serde_json::{Map, Value as Json, json};
 
 use super::About;
+use super::special_tokens::{self, Templates, stated};
 use crate::checkpoint::{Sidecar, printable};
 use crate::gguf::file::{GgufFile, Value};
-use crate::gguf::tokenizer::{Form, NFC, NO_VOCABULARY, NORMALIZER, SPACED, kinds};
+use crate::gguf::tokenizer::{Form, NFC, NO_VOCABULARY, NORMALIZER, SPACED, kinds, token_key};
 use crate::{Error, Result};
 
 /// The maximum length of a token for which merges are reconstructed, since all its splits are tried.
@@ -23,7 +24,7 @@ struct Vocabulary<'a> {
     types: Vec<i64>,
 }
 
-/// `tokenizer.json`, `tokenizer_config.json` and the chat template, or the reason why the tokenizer cannot be
+/// `tokenizer.json`, `tokenizer_config.json` and the chat templates, or the reason why the tokenizer cannot be
 /// converted.
 pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
     let Some(model) = about.text("tokenizer.ggml.model")? else {
@@ -45,19 +46,20 @@ pub(super) fn files(about: &About<'_>) -> Result<Result<Vec<Sidecar>, String>> {
         SPACED => spaced(about, &vocabulary)?,
         other => return Ok(Err(format!("the tokenizer model `{}` is not supported", printable(other)))),
     };
-    let directory = about.file.path();
-    let file = |name: &str, bytes: Vec<u8>| Sidecar {
-        path: directory.join(name),
-        real: directory.to_owned(),
-        contents: Some(Arc::from(bytes)),
-    };
+    let templates = Templates::of(about)?;
+    let settings = special_tokens::settings(about, vocabulary.tokens, &templates)?;
     let mut files = vec![
-        file("tokenizer.json", json.to_string().into_bytes()),
-        file("tokenizer_config.json", settings(about, &vocabulary)?.to_string().into_bytes()),
+        file(about, "tokenizer.json", json.to_string()),
+        file(about, "tokenizer_config.json", settings.to_string()),
     ];
-    let template = about.text("tokenizer.chat_template")?;
-    files.extend(template.map(|t| file("chat_template.jinja", t.as_bytes().to_vec())));
+    files.extend(templates.single().map(|template| file(about, "chat_template.jinja", template.into())));
     Ok(Ok(files))
+}
+
+/// A file of a model directory with these contents.
+pub(super) fn file(about: &About<'_>, name: &str, text: String) -> Sidecar {
+    let path = about.file.path();
+    Sidecar { path: path.join(name), real: path.to_owned(), contents: Some(Arc::from(text.into_bytes())) }
 }
 
 fn broken(about: &About<'_>, key: &str, reason: &str) -> Error {
@@ -112,11 +114,11 @@ impl Vocabulary<'_> {
 
 fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) -> Result<Json> {
     let token = |name: &str, by_default: bool| -> Result<Option<usize>> {
-        let id = special(about, name)?;
+        let id = stated(about, name)?;
         let adds = about.flag(&format!("tokenizer.ggml.add_{name}_token"))?.unwrap_or(by_default);
         let Some(id) = id.filter(|_| adds) else { return Ok(None) };
         let known = usize::try_from(id).ok().filter(|id| *id < vocabulary.tokens.len());
-        let key = format!("tokenizer.ggml.{name}_token_id");
+        let key = token_key(name);
         let reason = format!("is {id}, but the vocabulary has {} tokens", vocabulary.tokens.len());
         known.map(Some).ok_or_else(|| broken(about, &key, &reason))
     };
@@ -138,15 +140,6 @@ fn ends(about: &About<'_>, vocabulary: &Vocabulary<'_>, bos_by_default: bool) ->
     Ok(json!({
         "type": "TemplateProcessing", "single": around(sequence("A")), "pair": pair, "special_tokens": special,
     }))
-}
-
-/// The ID of a special token as stored in the file, which may be negative or outside the vocabulary.
-fn special(about: &About<'_>, name: &str) -> Result<Option<i128>> {
-    about.typed(&format!("tokenizer.ggml.{name}_token_id"), "an integer", |value| match *value {
-        Value::I32(v) if v < 0 => Some(v.into()),
-        Value::I64(v) if v < 0 => Some(v.into()),
-        ref other => other.as_u64().map(i128::from),
-    })
 }
 
 fn pairs(about: &About<'_>) -> Result<Vec<Json>> {
@@ -194,7 +187,7 @@ fn spaced(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(_, token)| is_newlines(token)) {
         added.extend(vocabulary.is(id, kinds::NORMAL).then(|| added_token(id, token, false)));
     }
-    let unknown = special(about, "unknown")?.and_then(|id| vocabulary.tokens.get(usize::try_from(id).ok()?));
+    let unknown = stated(about, "unknown")?.and_then(|id| vocabulary.tokens.get(usize::try_from(id).ok()?));
     Ok(json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
         "normalizer": { "type": "Replace", "pattern": { "String": " " }, "content": "▁" }, "pre_tokenizer": null,
@@ -280,15 +273,4 @@ fn merges(about: &About<'_>, vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Res
     merges.sort_by(|a, b| b.0.total_cmp(&a.0).then_with(|| (a.1, a.2, a.3).cmp(&(b.1, b.2, b.3))));
     let text = |id: usize| vocabulary.tokens[id].as_str();
     Ok(merges.into_iter().map(|(_, _, left, right)| json!([text(left), text(right)])).collect())
-}
-
-fn settings(about: &About<'_>, vocabulary: &Vocabulary<'_>) -> Result<Json> {
-    let mut settings = Map::new();
-    for (name, key) in [("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")] {
-        let id = special(about, key)?.and_then(|id| usize::try_from(id).ok());
-        if let Some(token) = id.and_then(|id| vocabulary.tokens.get(id)) {
-            settings.insert(format!("{name}_token"), json!(token));
-        }
-    }
-    Ok(Json::Object(settings))
 }

@@ -17,7 +17,9 @@ mod spaced;
 mod special;
 
 pub(super) use pre::Form;
+pub(crate) use pre::check_name as check_pre;
 pub(super) use spaced::MODEL as SPACED;
+pub(super) use special::{CHAT_TEMPLATE, FURTHER_NAMES, NAMES, token_key};
 
 use std::path::Path;
 

@@ -5,11 +5,12 @@ use serde_json::Value as Json;
 use super::Vocabulary;
 use crate::calibrate::{TextTokenizer, TokenizerSettings};
 use crate::checkpoint::{ModelDirectory, parse_strictly};
+use crate::gguf::description;
 use crate::gguf::file::{Array, Value};
 use crate::{Error, Result};
 
 /// Names of special tokens in tokenizer settings, and in keys of the file.
-const NAMES: [(&str, &str); 6] = [
+pub(in crate::gguf) const NAMES: [(&str, &str); 6] = [
     ("bos", "bos"),
     ("eos", "eos"),
     ("unk", "unknown"),
@@ -17,9 +18,21 @@ const NAMES: [(&str, &str); 6] = [
     ("pad", "padding"),
     ("mask", "mask"),
 ];
+/// Names in keys of special tokens that tokenizer settings do not have. They are copied from file to file.
+pub(in crate::gguf) const FURTHER_NAMES: [&str; 12] = [
+    "eot", "eom", "cls", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep", "prefix",
+    "suffix", "middle",
+];
+/// The key of the chat template. Those of templates with names begin with it.
+pub(in crate::gguf) const CHAT_TEMPLATE: &str = "tokenizer.chat_template";
 const TEMPLATE: &str = "chat_template.jinja";
 const TEMPLATE_JSON: &str = "chat_template.json";
 const MAX_TEMPLATE_BYTES: u64 = 1 << 20;
+
+/// The key of a special token's ID.
+pub(in crate::gguf) fn token_key(name: &str) -> String {
+    format!("tokenizer.ggml.{name}_token_id")
+}
 
 pub(super) struct Specials {
     pub(super) entries: Vec<(String, Value)>,
@@ -52,6 +65,10 @@ pub(super) fn read(
     for (name, key) in NAMES {
         ids.extend(of_settings(name).or_else(|| of_config(name)).map(|id| (key, id)));
     }
+    // The vocabulary is that of the file, too.
+    let of_file = |name: &'static str| Some((name, description::token(directory.description(), name)?));
+    let of_file = FURTHER_NAMES.into_iter().filter_map(of_file);
+    ids.extend(of_file.filter(|(_, id)| (*id as usize) < vocabulary.tokens.len()));
     for (role, text) in roles {
         let id = added.iter().find(|token| token.content == *text).map(|token| token.id as u32);
         if let Some(id) = id.filter(|_| !ids.iter().any(|(known, _)| known == role)) {
@@ -74,7 +91,7 @@ pub(super) fn read(
         }
     }
     let mut entries: Vec<(String, Value)> =
-        ids.into_iter().map(|(key, id)| (format!("tokenizer.ggml.{key}_token_id"), Value::U32(id))).collect();
+        ids.into_iter().map(|(key, id)| (token_key(key), Value::U32(id))).collect();
     for (key, adds) in [("bos", adds_bos), ("eos", adds_eos)] {
         entries.push((format!("tokenizer.ggml.add_{key}_token"), Value::Bool(adds)));
     }
@@ -128,18 +145,17 @@ pub(super) fn chat_templates(directory: &ModelDirectory) -> Result<Vec<(String, 
         path: path.clone(),
         reason: "`chat_template` must be a string or a list of named templates".into(),
     };
-    const KEY: &str = "tokenizer.chat_template";
     match &template {
         Json::Null => Ok(Vec::new()),
-        Json::String(text) => Ok(vec![(KEY.into(), Value::string(text))]),
+        Json::String(text) => Ok(vec![(CHAT_TEMPLATE.into(), Value::string(text))]),
         Json::Array(named) => {
             let (mut entries, mut names) = (Vec::new(), Vec::new());
             for one in named {
                 let field = |key: &str| one.get(key).and_then(Json::as_str).ok_or_else(fault);
                 match field("name")? {
-                    "default" => entries.push((KEY.to_owned(), Value::string(field("template")?))),
+                    "default" => entries.push((CHAT_TEMPLATE.to_owned(), Value::string(field("template")?))),
                     name => {
-                        entries.push((format!("{KEY}.{name}"), Value::string(field("template")?)));
+                        entries.push((format!("{CHAT_TEMPLATE}.{name}"), Value::string(field("template")?)));
                         names.push(name.to_owned());
                     }
                 }

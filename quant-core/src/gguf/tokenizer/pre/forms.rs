@@ -192,6 +192,12 @@ static FORMS: &[Form] = &[
     Form { names: &["ufakzeka"], steps: &[split(UFAKZEKA), BYTES], ..FORM },
 ];
 
+/// All names in the table.
+#[cfg(test)]
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    FORMS.iter().flat_map(|form| form.names.iter().copied())
+}
+
 impl Form {
     pub(in crate::gguf) fn named(name: &str) -> Option<&'static Self> {
         FORMS.iter().find(|form| form.names.contains(&name))

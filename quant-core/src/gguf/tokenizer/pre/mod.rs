@@ -6,6 +6,7 @@
 
 mod forms;
 mod hashes;
+mod names;
 
 use std::path::Path;
 
@@ -13,8 +14,10 @@ use serde_json::Value as Json;
 
 pub(in crate::gguf) use forms::Form;
 
-use crate::Error;
+use super::NO_VOCABULARY;
 use crate::digest::sha256_hex;
+use crate::names::unknown;
+use crate::{Error, Result};
 
 /// The text whose tokens are hashed.
 pub(super) const PROBE: &str = "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u{200d}🌫\u{fe0f} (multiple emojis concatenated) ✅ 🦙🦙 3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL";
@@ -55,6 +58,18 @@ pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     }
     let name = by_steps.filter(|_| composes(json).is_some())?;
     Some((name.to_owned(), "recognized by its pre-tokenization steps".into()))
+}
+
+/// Checks that a pre-tokenizer that the user names is one that llama.cpp accepts, or [`NO_VOCABULARY`].
+///
+/// # Errors
+/// [`Error::Usage`] that lists the names.
+pub(crate) fn check_name(name: &str) -> Result<()> {
+    let known = [names::KNOWN, &[NO_VOCABULARY]].concat();
+    match known.contains(&name) {
+        true => Ok(()),
+        false => Err(unknown("pre-tokenizer", name, "names in llama.cpp", &known)),
+    }
 }
 
 pub(super) fn unrecognized(path: &Path) -> Error {

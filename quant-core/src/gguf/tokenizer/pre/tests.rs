@@ -44,6 +44,24 @@ fn steps_have_names() {
 }
 
 #[test]
+fn names_are_those_of_llama_cpp() {
+    let written = hashes::HASHES.iter().map(|(name, _)| *name).chain(forms::names());
+    for name in written.chain(["default", "none"]) {
+        check_name(name).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+    assert!(names::KNOWN.is_sorted() && names::KNOWN.len() == 90);
+    for (name, near) in [("lama", "llama3"), ("Qwen2", "qwen2"), ("llama_bpe", "llama-bpe"), ("", "")] {
+        let error = check_name(name).unwrap_err();
+        assert_eq!(error.category(), crate::Category::Usage);
+        assert_eq!(error.to_string(), format!("unknown pre-tokenizer `{name}`"));
+        let remedy = error.remedy().marked().to_owned();
+        let listed = "names in llama.cpp: a.x-4.0, ";
+        assert!(remedy.contains(listed) && remedy.ends_with("youtu, none"), "{remedy}");
+        assert!(near.is_empty() || remedy.starts_with(&format!("did you mean {near}? ")), "{remedy}");
+    }
+}
+
+#[test]
 fn other_spellings_and_other_steps() {
     let split = |expression: &str, behavior: &str, invert: bool| json!({ "type": "Split", "pattern": { "Regex": expression }, "behavior": behavior, "invert": invert });
     let whole = r"\p{N}|\s+(?!\S)|\s+";
