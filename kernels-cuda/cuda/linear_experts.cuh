@@ -8,7 +8,8 @@
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
 
-// The sections of an expert's packed weights, and its bias or null. src/linear/experts.rs writes the same fields.
+// The sections of an expert's packed weights, and its bias or null. With GATE, an expert has two of these: gate and up.
+// src/linear/experts.rs writes the same fields.
 struct __align__(16) Expert {
     const u8 *codes, *parameters;
     const float *row_scales;
@@ -65,10 +66,10 @@ INLINE bool find_expert(Place &to, const u32 *starts, u32 experts, u32 rows, u32
     }
 }
 
-// The arguments for the end of a block. The addresses and numbers of the expert are read again, so that they occupy no
+// The arguments for the end of a block and a matrix of its expert. The addresses and numbers of the expert are read again, so that they occupy no
 // registers before.
-INLINE Arguments read_again(const Arguments &p) {
-    const Expert &expert = p.experts[p.expert];
+INLINE Arguments read_again(const Arguments &p, u32 matrix) {
+    const Expert &expert = p.experts[MATRICES * p.expert + matrix];
     Arguments end = p;
     end.row_scales = global(expert.row_scales);
     end.row_sums = global(expert.row_sums);
