@@ -6,7 +6,7 @@
 // Functions of a gate, as values of the macro GATE.
 enum { UNGATED = 0, SILU = 1, GELU_TANH = 2, CLAMPED = 3 };
 
-// 1 / (1 + e^−g).
+// 1 / (1 + e^−g); not for NaN.
 INLINE float sigmoid(float g) {
     // Adding this to a number within ±2²² rounds it half to even; the low bits of the sum are then the integer.
     constexpr float ROUND = 12582912.0f;
@@ -25,20 +25,20 @@ INLINE float sigmoid(float g) {
     // n is from −126 to 126, in the low bits of `shifted`.
     float power = __uint_as_float((__float_as_uint(shifted) << 23) + (127u << 23));
     float value = __frcp_rn(1.0f + sum * power);
-    // NaN stays NaN.
-    return g >= -87.0f ? value : g < -87.0f ? 0.0f : g;
+    return g < -87.0f ? 0.0f : value;
 }
 
 INLINE float silu(float g) { return g * sigmoid(g); }
 
 INLINE float gelu_tanh(float g) { return g * sigmoid(g * fmaf(g * g, 0.071354814f, 1.595769f)); }
 
-// These comparisons keep NaN.
+// The comparisons keep NaN. The product of alpha and the gate can be NaN although neither is.
 INLINE float clamped_gate(float gate, float up, float alpha, float limit) {
     float g = limit < gate ? limit : gate;
     float u = limit < up ? limit : up;
     u = -limit > u ? -limit : u;
-    return g * sigmoid(alpha * g) * (u + 1.0f);
+    float z = alpha * g;
+    return g * (z == z ? sigmoid(z) : z) * (u + 1.0f);
 }
 
 template <int KIND> INLINE float gated(float gate, float up, float alpha, float limit) {

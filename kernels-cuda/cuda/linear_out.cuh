@@ -42,6 +42,9 @@ INLINE total_t total_of(u32 bits) { return WHOLE ? (total_t)(i32)bits : (total_t
 INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u32 row, u32 token,
                       u32 row_warp, u32 token_warp, u32 lane) {
     u32 *turn = (u32 *)shared;
+#if EXPERTS
+    const Arguments up = GATED ? read_again(p, 1) : p;
+#endif
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
@@ -55,9 +58,6 @@ INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u
         }
     }
     __syncthreads();
-#if EXPERTS
-    const Arguments up = GATED ? read_again(p, 1) : p;
-#endif
     for (u32 i = threadIdx.x; i < TOKENS * FEATURES; i += THREADS) {
         u32 line = i / FEATURES, column = i % FEATURES;
         if (token + line < p.m && row + column < p.n) {

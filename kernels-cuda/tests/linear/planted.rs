@@ -124,7 +124,7 @@ fn a_missing_guard_of_rows() {
 
 #[test]
 fn a_missing_guard_of_rows_of_weights() {
-    let without = [["bool there = i * CODES_BLOCKS < from.row_blocks;", "bool there = true;"]];
+    let without = [["bool there = own * CODES_BLOCKS < from.row_blocks;", "bool there = true;"]];
     is_found(&without, &[FaultKind::OutOfBounds], "cp.async", "codes");
 }
 

@@ -227,7 +227,7 @@ fn wrong_functions() {
         (GATES[2], ["float u = limit < up ? limit : up;", "float u = up;"]),
         (GATES[2], ["u = -limit > u ? -limit : u;", ""]),
         (GATES[2], ["* (u + 1.0f)", "* u"]),
-        (GATES[2], ["sigmoid(alpha * g)", "sigmoid(g)"]),
+        (GATES[2], ["float z = alpha * g;", "float z = g;"]),
     ] {
         let scheme = (integers(4, true), 128, Kind::F16, InputType::F16);
         let make = |e| product(scheme, [40, 384], Output::F32, 6, e);
