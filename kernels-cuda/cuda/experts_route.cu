@@ -20,8 +20,8 @@ INLINE u32 expert_of(const u32 *experts, u32 slot, u32 count) { return min(exper
 // token_of: [slots], factors: [slots], the token and the weight of each row
 // row_of: [slots], the rows of each token, in ascending order, then NO_ROW for slots without an expert
 extern "C" __global__ void __launch_bounds__(THREADS)
-    route_experts(const u32 *experts, const float *weights, u32 *starts, u32 *token_of, float *factors, u32 *row_of, u32 slots,
-                  u32 top_k, u32 count) {
+    route_experts(const u32 *experts, const float *weights, u32 *starts, u32 *token_of, float *factors, u32 *row_of,
+                  u32 slots, u32 top_k, u32 count) {
     const u32 lane = threadIdx.x % 32, expert = blockIdx.x * WARPS + threadIdx.x / 32;
     if (expert > count) return;
     u32 row = 0;

@@ -15,8 +15,8 @@ constexpr int VECTOR = ELEMENT == F32 ? 4 : 8;
 typedef Type<ELEMENT>::word element_t;
 typedef Type<OUTPUT>::word output_t;
 
-// out[t, i] = Σ_j factors[r] · x[r, i] with r = row_of[t, j], in the order of j. Each term is rounded before it is added.
-// Indices that no row has are left out. Grid: [tokens, ⌈n / (THREADS · VECTOR)⌉].
+// out[t, i] = Σ_j factors[r] · x[r, i] with r = row_of[t, j], in the order of j. Each term is rounded before it is
+// added. Indices that no row has are left out. Grid: [tokens, ⌈n / (THREADS · VECTOR)⌉].
 //
 // x: [rows, n], rows `x_stride` apart; row_of: [tokens, terms]; factors: [rows], or null; out: [tokens, n], rows
 // `out_stride` apart

@@ -38,7 +38,8 @@ INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE u32 bits_of(i32 value) { return (u32)value; }
 INLINE total_t total_of(u32 bits) { return WHOLE ? (total_t)(i32)bits : (total_t)__uint_as_float(bits); }
 
-// Reorders fragments to rows through shared memory, combines those of gate and up, and stores results inside the matrix.
+// Reorders fragments to rows through shared memory, combines those of gate and up, and stores results inside the
+// matrix.
 INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u32 row, u32 token,
                       u32 row_warp, u32 token_warp, u32 lane) {
     u32 *turn = (u32 *)shared;

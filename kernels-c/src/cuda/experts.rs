@@ -152,8 +152,8 @@ impl Launch for LayerExperts {
     }
 }
 
-/// Writes the descriptors of a layer's experts to `out`: `QZ1_CUDA_EXPERT_BYTES · count` bytes of host memory, which the
-/// caller copies to the device for `qz1_cuda_experts_launch`. They remain valid while the weights stay at these
+/// Writes the descriptors of a layer's experts to `out`: `QZ1_CUDA_EXPERT_BYTES · count` bytes of host memory, which
+/// the caller copies to the device for `qz1_cuda_experts_launch`. They remain valid while the weights stay at these
 /// addresses. Needs no driver.
 ///
 /// # Safety
@@ -214,8 +214,8 @@ pub unsafe extern "C" fn qz1_cuda_experts_plan(
     unsafe { kernels::plan::<LayerExperts>(kernels, shape, out, message) }
 }
 
-/// Launches the experts of a layer. A token's terms are rounded and added in the order of experts; tokens without experts
-/// get zeros.
+/// Launches the experts of a layer. A token's terms are rounded and added in the order of experts; tokens without
+/// experts get zeros.
 ///
 /// # Safety
 /// Same as for `qz1_cuda_pack_launch`.

@@ -34,8 +34,8 @@ pub struct QuantizedExperts {
 }
 
 impl QuantizedExperts {
-    /// Creates the operation from the gate, up and down projections of each expert, with the biases that they were packed
-    /// with.
+    /// Creates the operation from the gate, up and down projections of each expert, with the biases that they were
+    /// packed with.
     ///
     /// # Errors
     /// When there are no experts, their layouts do not match, they are not on the runner's device or are packed for

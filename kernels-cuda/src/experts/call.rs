@@ -38,10 +38,10 @@ pub struct ExpertsShape {
 /// All launches for the experts of a layer: `y[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))` over the
 /// experts that token `t` is routed to.
 ///
-/// The result is bit-identical to separate products of each expert, whose results in f32 are multiplied by their weights,
-/// rounded, and added in the order of experts; if a token lists an expert twice, in the order of its slots. The results
-/// of the gates are quantized to integers as f32 if `down` is packed for integers, and otherwise rounded to the type of
-/// the activations. Tokens without experts get zeros.
+/// The result is bit-identical to separate products of each expert, whose results in f32 are multiplied by their
+/// weights, rounded, and added in the order of experts; if a token lists an expert twice, in the order of its slots.
+/// The results of the gates are quantized to integers as f32 if `down` is packed for integers, and otherwise rounded to
+/// the type of the activations. Tokens without experts get zeros.
 ///
 /// Weights of [`Order::Int8`] are multiplied by 8-bit integers with a scale per row, which are made here.
 #[derive(Debug, Clone, PartialEq)]
@@ -106,22 +106,23 @@ pub struct ExpertsArguments {
     pub descriptors: Region,
     /// `[tokens, hidden]`, at a multiple of 16.
     pub x: Region,
-    /// u32 `[tokens, top_k]`: the numbers of experts; others, such as [`NO_EXPERT`](super::NO_EXPERT), mark unused slots.
+    /// u32 `[tokens, top_k]`: the numbers of experts; others, such as [`NO_EXPERT`](super::NO_EXPERT), mark unused
+    /// slots.
     pub experts: Region,
     /// f32 `[tokens, top_k]`: the weights of experts.
     pub weights: Region,
     /// `[tokens, hidden]`, at a multiple of 16.
     pub out: Region,
-    /// [`ExpertsCall::ticket_bytes`] at a multiple of 256, 0 before the launches, which reset them to 0. Concurrent calls
-    /// must not share them.
+    /// [`ExpertsCall::ticket_bytes`] at a multiple of 256, 0 before the launches, which reset them to 0. Concurrent
+    /// calls must not share them.
     pub tickets: Region,
     /// [`ExpertsCall::workspace_bytes`] at a multiple of 256. Its initial contents do not matter. Concurrent calls must
     /// not share it.
     pub workspace: Region,
 }
 
-/// Returns the descriptors of the experts of a layer, to be copied to the device: gate and up of each expert, followed by
-/// `down` of each. All experts have these layouts.
+/// Returns the descriptors of the experts of a layer, to be copied to the device: gate and up of each expert, followed
+/// by `down` of each. All experts have these layouts.
 ///
 /// # Errors
 /// When a region is too small, null or misaligned.
@@ -142,7 +143,8 @@ impl ExpertsCall {
     ///
     /// # Errors
     /// - The shapes of the layouts do not match.
-    /// - Weights of [`Order::Float`] would be multiplied by f32 activations, or their rows are not a multiple of 8 wide.
+    /// - Weights of [`Order::Float`] would be multiplied by f32 activations, or their rows are not a multiple of 8
+    ///   wide.
     /// - All errors of planning the launches.
     pub fn new(
         gate_up: &WeightLayout,

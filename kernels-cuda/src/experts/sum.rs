@@ -107,8 +107,8 @@ impl SumShape {
     }
 }
 
-/// A planned launch: `out[t] = Σ_j factors[r] · x[r]` with `r = row_of[t, j]`, in the order of `j`. The sum is f32. Each
-/// product is rounded before it is added, and the sum is rounded to the type of the output.
+/// A planned launch: `out[t] = Σ_j factors[r] · x[r]` with `r = row_of[t, j]`, in the order of `j`. The sum is f32.
+/// Each product is rounded before it is added, and the sum is rounded to the type of the output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SumPlan {
     /// The kernel.

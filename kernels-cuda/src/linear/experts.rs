@@ -25,15 +25,16 @@ pub struct LinearExpertsShape {
     pub tokens: usize,
     /// The maximum number of rows of results: usually the number of tokens times the number of experts per token.
     pub rows: usize,
-    /// The function that combines the results of two matrices per expert, gate and up; `None` if experts have one matrix.
+    /// The function that combines the results of two matrices per expert, gate and up; `None` if experts have one
+    /// matrix.
     pub gate: Option<ExpertGate>,
 }
 
 /// A planned launch for all experts of a layer, for any routing.
 ///
-/// The number of rows of each expert is in device memory, and may be 0. A row's result is bit-identical to the result of
-/// a [`LinearPlan`](super::LinearPlan) with the weights of its expert. If there is a gate, it is bit-identical to the
-/// function of [`quant_kernels_cpu::reference`] of two such results in f32.
+/// The number of rows of each expert is in device memory, and may be 0. A row's result is bit-identical to the result
+/// of a [`LinearPlan`](super::LinearPlan) with the weights of its expert. If there is a gate, it is bit-identical to
+/// the function of [`quant_kernels_cpu::reference`] of two such results in f32.
 ///
 /// ```
 /// use quant_kernels_cpu::ScaleType;
@@ -72,11 +73,11 @@ pub struct ExpertRegions {
 /// Device addresses. Regions that the plan does not use may be [`Region::NONE`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearExpertsArguments {
-    /// The descriptors of all experts: the bytes of [`expert_descriptors`], at a multiple of 16. If there is a gate, each
-    /// expert has two, first that of the gate and then that of the up projection.
+    /// The descriptors of all experts: the bytes of [`expert_descriptors`], at a multiple of 16. If there is a gate,
+    /// each expert has two, first that of the gate and then that of the up projection.
     pub experts: Region,
-    /// u32 `[experts + 1]`: the index of the first row of each expert, followed by the number of rows. Rows beyond it are
-    /// not computed.
+    /// u32 `[experts + 1]`: the index of the first row of each expert, followed by the number of rows. Rows beyond it
+    /// are not computed.
     pub starts: Region,
     /// u32 `[rows]`: the index of each row's token, or [`Region::NONE`] if row `r` has the activations of token `r`. An
     /// index that no token has stands for activations of zero.
@@ -178,9 +179,9 @@ impl LinearExpertsPlan {
         Ok(Self { work, layout: *layout, shape: *shape })
     }
 
-    /// Checks a routing that is known on the host: the first row of each expert, followed by the number of rows, and the
-    /// token of each row, if there are indices. The kernel does not access memory out of bounds for any routing, but
-    /// rows that are in two ranges have undefined results.
+    /// Checks a routing that is known on the host: the first row of each expert, followed by the number of rows, and
+    /// the token of each row, if there are indices. The kernel does not access memory out of bounds for any routing,
+    /// but rows that are in two ranges have undefined results.
     ///
     /// # Errors
     /// When there are not as many numbers as the plan requires, starts are not in ascending order from 0 to at most

@@ -48,8 +48,8 @@ impl BlockShape {
     }
 }
 
-/// From few tokens to many: warps along tokens, tiles of 8 tokens per warp, and blocks per multiprocessor. The numbers of
-/// blocks were the fastest on an H200.
+/// From few tokens to many: warps along tokens, tiles of 8 tokens per warp, and blocks per multiprocessor. The numbers
+/// of blocks were the fastest on an H200.
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 5], [1, 2, 4], [2, 2, 2], [2, 4, 2], [2, 8, 1]];
 /// Up to this number of tokens per block, several blocks always share the chunks of `k`.
 const FEW_TOKENS: usize = 16;
@@ -270,8 +270,8 @@ impl LinearVariant {
         (ring.next_multiple_of(128) + self.bytes_beside_ring()).max(tokens * (BLOCK_ROWS + 4) * 4)
     }
 
-    /// The bytes of registers that may be spilled. With 64 tokens and float sums, two blocks of 128 registers per thread
-    /// were 15 % faster on an H200 than one.
+    /// The bytes of registers that may be spilled. With 64 tokens and float sums, two blocks of 128 registers per
+    /// thread were 15 % faster on an H200 than one.
     pub(super) fn spill_bytes(&self) -> u32 {
         let is_crowded = self.shape.token_tiles == MANY_TILES && self.shape.blocks == 2 && !self.scheme.whole;
         if is_crowded { 24 } else { 0 }
@@ -290,8 +290,8 @@ impl LinearVariant {
     }
 
     /// Chooses the variant for `rows` rows of results, which a routing distributes among at most `experts` experts: the
-    /// smallest shape that most experts fill at most once if the routing is uniform. If there is a gate, `shape` is that
-    /// of one of the two matrices.
+    /// smallest shape that most experts fill at most once if the routing is uniform. If there is a gate, `shape` is
+    /// that of one of the two matrices.
     pub fn choose_experts(
         scheme: KernelScheme,
         shape: [usize; 2],
