@@ -301,7 +301,7 @@ mod tests {
             let call = call(&layout, Float::Bf16, None, m).unwrap();
             let launches = call.launches(&places(&call, &layout, 2)).unwrap();
             let [rounding, product] = &launches[..] else { panic!("{} launches", launches.len()) };
-            assert_eq!((rounding.variant.kernel, product.work.variant.kernel), ("activation", "linear"));
+            assert_eq!((rounding.variant.kernel, product.variant.kernel), ("activation", "linear"));
             assert_eq!(rounding.arguments[0], Argument::U64(0x30_0000));
             assert_eq!(rounding.arguments[4..6], product.arguments[5..7]);
             let (Argument::U64(codes), Argument::U64(scales)) = (product.arguments[5], product.arguments[6])
