@@ -105,7 +105,8 @@ fields!(qz1_cuda_experts_shape, top_k);
 fields!(qz1_cuda_experts_arguments, workspace, reserved);
 
 pub(super) struct LayerExperts {
-    call: ExpertsCall,
+    /// Larger than the plans of all other families.
+    call: Box<ExpertsCall>,
 }
 
 impl Launch for LayerExperts {
@@ -131,7 +132,7 @@ impl Launch for LayerExperts {
         let device = DeviceLimits::current()?;
         let call = ExpertsCall::new(&gate_up, &down, &shape, &(&device).into())?;
         let wanted = call.kernels();
-        Ok((Self { call }, wanted))
+        Ok((Self { call: Box::new(call) }, wanted))
     }
 
     fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault> {
