@@ -1,6 +1,6 @@
 //! The device: allocations, modules, and launches on the interpreter.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use quant_ptx_interpreter::{Argument, Launch, Memory, Module, Options};
@@ -151,7 +151,7 @@ impl Device {
         self.functions.get(&function).map(|f| f.parameters.clone()).ok_or(Code::INVALID_HANDLE)
     }
 
-    /// Runs a kernel to its end, on copies of the allocations that its arguments point into.
+    /// Runs a kernel to its end, on copies of the allocations that it can reach.
     pub(crate) fn launch(
         &mut self,
         function: usize,
@@ -165,32 +165,43 @@ impl Device {
         }
         let loaded = self.modules.get(&function.module).ok_or(Code::INVALID_HANDLE)?;
         let mut memory = Memory::new();
-        let mut places: HashMap<u64, u64> = HashMap::new();
-        let mut place = |address: u64| -> u64 {
-            let Some((base, at)) = self.find(address) else { return address };
-            let to = *places.entry(base).or_insert_with(|| {
-                let bytes = self.allocations.get(&base).map_or(&[][..], |bytes| bytes);
-                memory.buffer_from(&format!("{base:#x}"), bytes, ALIGN as usize)
-            });
-            to + at as u64
-        };
-        let arguments = arguments.into_iter().map(|argument| match argument {
-            Argument::U64(address) => Argument::U64(place(address)),
-            other => other,
-        });
-        let launch = Launch { grid, block, dynamic_shared: shared, arguments: arguments.collect() };
+        let places = self.reachable(&arguments);
+        for (base, bytes) in places.iter().filter_map(|base| self.allocations.get_key_value(base)) {
+            let placed = memory.buffer_at(&format!("{base:#x}"), bytes, *base);
+            placed.map_err(|e| logged(&e, Code::INVALID_VALUE))?;
+        }
+        let launch = Launch { grid, block, dynamic_shared: shared, arguments };
         let ran = loaded.module.launch(&function.kernel, &launch, &mut memory, &Options::default());
         if let Err(e) = ran {
             let code = logged(&e, Code::LAUNCH_FAILED);
             self.broken = Some(code);
             return Err(code);
         }
-        for (base, at) in places {
-            if let (Ok(bytes), Some(to)) = (memory.bytes(at), self.allocations.get_mut(&base)) {
+        for base in places {
+            if let (Ok(bytes), Some(to)) = (memory.bytes(base), self.allocations.get_mut(&base)) {
                 to.copy_from_slice(bytes);
             }
         }
         Ok(())
+    }
+
+    /// The allocations that arguments point into, and those that words in these point into.
+    fn reachable(&self, arguments: &[Argument]) -> BTreeSet<u64> {
+        let first = arguments.iter().filter_map(|argument| match argument {
+            Argument::U64(address) => self.find(*address).map(|(base, _)| base),
+            _ => None,
+        });
+        let mut bases: BTreeSet<u64> = first.collect();
+        let words = bases.iter().filter_map(|base| self.allocations.get(base)).flat_map(|bytes| {
+            bytes
+                .chunks_exact(8)
+                .map(|b| u64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]))
+        });
+        let others =
+            words.filter(|word| (FIRST..self.next).contains(word)).filter_map(|word| self.find(word));
+        let others: Vec<u64> = others.map(|(base, _)| base).collect();
+        bases.extend(others);
+        bases
     }
 }
 

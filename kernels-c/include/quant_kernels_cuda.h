@@ -35,6 +35,9 @@
 // 8-bit integers with a scale per token, in addition to the float types `QZ1_TYPE_…`.
 #define QZ1_CUDA_TYPE_INT8 4
 
+// Bytes of the descriptors of an expert.
+#define QZ1_CUDA_EXPERT_BYTES 144
+
 // The rows, unmodified.
 #define QZ1_CUDA_ROWS_PLAIN 1
 
@@ -191,6 +194,76 @@ typedef struct qz1_cuda_linear_arguments {
   // Elements between rows of results; 0: `n`.
   size_t out_stride;
 } qz1_cuda_linear_arguments;
+
+// Device addresses of an expert. All experts of a layer have the same layouts.
+typedef struct qz1_cuda_expert {
+  // `sizeof(qz1_cuda_expert)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // The packed gate projection `[inner, hidden]`, at a multiple of 256.
+  struct qz1_cuda_region gate;
+  // f32 `[inner]`, or absent.
+  struct qz1_cuda_region gate_bias;
+  // The packed up projection `[inner, hidden]`, at a multiple of 256.
+  struct qz1_cuda_region up;
+  // f32 `[inner]`, or absent.
+  struct qz1_cuda_region up_bias;
+  // The packed down projection `[hidden, inner]`, at a multiple of 256.
+  struct qz1_cuda_region down;
+  // f32 `[hidden]`, or absent.
+  struct qz1_cuda_region down_bias;
+} qz1_cuda_expert;
+
+// The parameters of a launch that computes `out[t] = Σ_e w[t, e] · down_e(act(gate_e(x[t]), up_e(x[t])))`.
+typedef struct qz1_cuda_experts_shape {
+  // `sizeof(qz1_cuda_experts_shape)`
+  uint32_t struct_size;
+  // `QZ1_GATE_…`
+  uint32_t gate;
+  // `alpha` of a clamped gate.
+  float alpha;
+  // `limit` of a clamped gate, not negative.
+  float limit;
+  // Type of activations, a `QZ1_TYPE_…`. `QZ1_TYPE_F32` requires weights of `QZ1_CUDA_ORDER_INT8`, for which
+  // activations are quantized with a scale per row.
+  uint32_t x_type;
+  // Type of results, a `QZ1_TYPE_…`.
+  uint32_t out_type;
+  // Layout of the gate and up projections.
+  const struct qz1_cuda_layout *gate_up_layout;
+  // Layout of the down projections.
+  const struct qz1_cuda_layout *down_layout;
+  // Number of experts.
+  size_t experts;
+  // Number of tokens. 0 launches nothing.
+  size_t tokens;
+  // Number of experts per token.
+  size_t top_k;
+} qz1_cuda_experts_shape;
+
+// Device addresses.
+typedef struct qz1_cuda_experts_arguments {
+  // `sizeof(qz1_cuda_experts_arguments)`
+  uint32_t struct_size;
+  // 0
+  uint32_t reserved;
+  // The bytes that `qz1_cuda_experts_describe` writes, copied to the device at a multiple of 16.
+  struct qz1_cuda_region descriptors;
+  // `[tokens, hidden]` at a multiple of 16.
+  struct qz1_cuda_region x;
+  // u32 `[tokens, top_k]`: the numbers of experts. Others, such as `QZ1_NO_EXPERT`, mark slots without an expert.
+  struct qz1_cuda_region experts;
+  // f32 `[tokens, top_k]`: the weight of each expert's output.
+  struct qz1_cuda_region weights;
+  // `[tokens, hidden]` at a multiple of 16.
+  struct qz1_cuda_region out;
+  // At least as many bytes as `qz1_cuda_plan_workspace` returns for tickets, at a multiple of 256. They must be 0
+  // before the first launch.
+  struct qz1_cuda_region tickets;
+  // At least as many bytes as `qz1_cuda_plan_workspace` returns for the workspace, at a multiple of 256.
+  struct qz1_cuda_region workspace;
+} qz1_cuda_experts_arguments;
 
 // Quantizes `m` rows of `k` floats to codes, with a scale per row and sums of codes.
 typedef struct qz1_cuda_activation_shape {
@@ -512,6 +585,31 @@ qz1_status qz1_cuda_linear_launch(const struct qz1_cuda_plan *plan,
                                   const struct qz1_cuda_linear_arguments *arguments,
                                   void *stream,
                                   const qz1_message *message);
+
+// Writes the descriptors of a layer's experts to `out`: `QZ1_CUDA_EXPERT_BYTES · count` bytes of host memory, which the
+// caller copies to the device for `qz1_cuda_experts_launch`. They remain valid while the weights stay at these
+// addresses. Needs no driver.
+qz1_status qz1_cuda_experts_describe(const struct qz1_cuda_layout *gate_up_layout,
+                                     const struct qz1_cuda_layout *down_layout,
+                                     const struct qz1_cuda_expert *experts,
+                                     size_t count,
+                                     uint8_t *out,
+                                     size_t out_len,
+                                     const qz1_message *message);
+
+// Plans the experts of a layer for the device whose context is current. The choice of kernels depends on the weights
+// and, in a few steps, on the number of tokens. Each row of results is bit-identical for any number of tokens.
+qz1_status qz1_cuda_experts_plan(const struct qz1_cuda_kernels *kernels,
+                                 const struct qz1_cuda_experts_shape *shape,
+                                 struct qz1_cuda_plan **out,
+                                 const qz1_message *message);
+
+// Launches the experts of a layer. A token's terms are rounded and added in the order of experts; tokens without experts
+// get zeros.
+qz1_status qz1_cuda_experts_launch(const struct qz1_cuda_plan *plan,
+                                   const struct qz1_cuda_experts_arguments *arguments,
+                                   void *stream,
+                                   const qz1_message *message);
 
 // Plans a quantization.
 qz1_status qz1_cuda_activation_plan(const struct qz1_cuda_kernels *kernels,

@@ -155,6 +155,16 @@ unsafe fn experts(scope: &Scope, at: *const qz1_expert, count: usize) -> Result<
     Ok(experts)
 }
 
+/// The gate of a `QZ1_GATE_…`, with the numbers of a clamped one.
+pub(crate) fn gate(kind: u32, [alpha, limit]: [f32; 2]) -> Result<ExpertGate, Fault> {
+    match kind {
+        QZ1_GATE_SILU => Ok(ExpertGate::Silu),
+        QZ1_GATE_GELU_TANH => Ok(ExpertGate::GeluTanh),
+        QZ1_GATE_CLAMPED => Ok(ExpertGate::Clamped { alpha, limit }),
+        _ => Err(Fault::new(qz1_status::Scheme, "unknown kind of gate (expected a QZ1_GATE_ constant)")),
+    }
+}
+
 fn plan_of<E: Element>(experts: &Experts<'_>, of: &qz1_experts_config) -> Result<ExpertsPlan, Fault> {
     let rows = match of.rows {
         QZ1_EXPERT_ROWS_INT8 => ExpertRows::Int8,
@@ -166,17 +176,7 @@ fn plan_of<E: Element>(experts: &Experts<'_>, of: &qz1_experts_config) -> Result
             ));
         }
     };
-    let gate = match of.gate {
-        QZ1_GATE_SILU => ExpertGate::Silu,
-        QZ1_GATE_GELU_TANH => ExpertGate::GeluTanh,
-        QZ1_GATE_CLAMPED => ExpertGate::Clamped { alpha: of.alpha, limit: of.limit },
-        _ => {
-            return Err(Fault::new(
-                qz1_status::Scheme,
-                "unknown kind of gate (expected a QZ1_GATE_ constant)",
-            ));
-        }
-    };
+    let gate = gate(of.gate, [of.alpha, of.limit])?;
     Ok(ExpertsPlan::new::<E>(experts, token(of.isa)?, rows, gate, of.tokens, of.top_k)?)
 }
 

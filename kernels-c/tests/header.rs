@@ -20,12 +20,13 @@ const SOURCES: [&str; 11] = [
     "weights",
 ];
 
-const CUDA_SOURCES: [&str; 8] = [
+const CUDA_SOURCES: [&str; 9] = [
     "cuda/region",
     "cuda/kernels",
     "cuda/weights",
     "cuda/pack",
     "cuda/linear",
+    "cuda/experts",
     "cuda/activation",
     "cuda/append",
     "cuda/attention",

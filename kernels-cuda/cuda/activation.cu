@@ -21,6 +21,7 @@
 //   HELD       values per thread that are kept in registers: 16 or 32; 0: rows of any width, which are not kept
 
 #include "ptx.cuh"
+#include "gates.cuh"
 
 enum { PLAIN, NORM, NORM_RESIDUAL, SILU_MUL };
 
@@ -45,12 +46,8 @@ static_assert(THREADS >= 64 && THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0
 static_assert(GROUP == 0 || GROUP == 1 || GROUP == 32 || GROUP == 64 || GROUP == 128, "GROUP");
 static_assert(HELD == 0 || HELD == 16 || HELD == 32, "HELD");
 
-template <int TYPE> struct Type {
-    typedef u16 word;
-};
-template <> struct Type<F32> {
-    typedef float word;
-};
+#include "values.cuh"
+
 typedef Type<ELEMENT>::word element_t;
 typedef Type<WEIGHT>::word weight_t;
 
@@ -66,90 +63,10 @@ INLINE u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-template <int TYPE, typename Word> INLINE float widen(Word bits) {
-    if constexpr (TYPE == F32)
-        return bits;
-    else if constexpr (TYPE == F16)
-        return float_of_f16(bits);
-    else
-        return float_of_bf16(bits);
-}
-
-template <int TYPE> INLINE auto narrow(float value) {
-    if constexpr (TYPE == F32)
-        return value;
-    else if constexpr (TYPE == F16)
-        return f16_of_float(value);
-    else
-        return bf16_of_float(value);
-}
-
-// Reads VECTOR values from index `at` on as f32; values beyond `k` are zero.
-template <int TYPE, typename Word> INLINE void load(float (&to)[VECTOR], const Word *from, int at, int k) {
-    constexpr int WORDS = VECTOR * sizeof(Word) / 4;
-    if (ALIGNED && at + VECTOR <= k) {
-        u32 words[WORDS];
-#pragma unroll
-        for (int i = 0; i < WORDS; i += 4) *(uint4 *)(words + i) = *(const uint4 *)((const u32 *)(from + at) + i);
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) {
-            if constexpr (TYPE == F32)
-                to[i] = __uint_as_float(words[i]);
-            else if constexpr (TYPE == BF16)
-                to[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-            else
-                to[i] = float_of_f16((u16)(words[i / 2] >> (i % 2 * 16)));
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) to[i] = at + i < k ? widen<TYPE>(from[at + i]) : 0.0f;
-    }
-}
-
 INLINE void store_rounded(float (&values)[VECTOR], element_t *to, int at, int k) {
-    element_t rounded[VECTOR];
+    store<ELEMENT>(values, to, at, k);
 #pragma unroll
-    for (int i = 0; i < VECTOR; i++) {
-        rounded[i] = narrow<ELEMENT>(values[i]);
-        values[i] = widen<ELEMENT>(rounded[i]);
-    }
-    if (ALIGNED && at + VECTOR <= k) {
-        uint4 words;
-        if constexpr (ELEMENT == F32) {
-            words = make_uint4(__float_as_uint(rounded[0]), __float_as_uint(rounded[1]), __float_as_uint(rounded[2]),
-                               __float_as_uint(rounded[3]));
-        } else {
-            u32 pairs[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) pairs[i] = (u32)rounded[2 * i] | (u32)rounded[2 * i + 1] << 16;
-            words = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        }
-        *(uint4 *)(to + at) = words;
-    } else {
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++)
-            if (at + i < k) to[at + i] = rounded[i];
-    }
-}
-
-// g / (1 + e^−g), with the same operations as the CPU's reference, so results are bit-identical.
-INLINE float silu(float g) {
-    float z = fminf(fmaxf(-g, -87.0f), 87.0f);
-    float shifted = z * 1.44269504088896341f + ROUNDING;
-    float n = shifted - ROUNDING;
-    float r = fmaf(n, -0.693147182464599609f, z);
-    r = fmaf(n, 1.9046543e-9f, r);
-    float sum = fmaf(1.0f / 5040.0f, r, 1.0f / 720.0f);
-    sum = fmaf(sum, r, 1.0f / 120.0f);
-    sum = fmaf(sum, r, 1.0f / 24.0f);
-    sum = fmaf(sum, r, 1.0f / 6.0f);
-    sum = fmaf(sum, r, 0.5f);
-    sum = fmaf(sum, r, 1.0f);
-    sum = fmaf(sum, r, 1.0f);
-    // n is from −126 to 126, in the low bits of `shifted`.
-    float power = __uint_as_float((__float_as_uint(shifted) << 23) + (127u << 23));
-    float sigmoid = __frcp_rn(1.0f + sum * power);
-    return g * (g < -87.0f ? 0.0f : sigmoid);
+    for (int i = 0; i < VECTOR; i++) values[i] = widen<ELEMENT>(narrow<ELEMENT>(values[i]));
 }
 
 // The first read of VECTOR values of the row. A residual is added and stored.
@@ -303,14 +220,16 @@ INLINE void add_up(int sum, int at, int k, int *sums, int *segments) {
 // x, up, residual: [m, stride] of ELEMENT, strides in elements; weight: [k] of WEIGHT.
 // codes: [m, code_stride]; the stride and the address are multiples of 16 bytes.
 // scales: [m]; with STATIC each is the given scale, or NaN.
+// count: the number of rows, which may be less than m; null if it is m.
 // row_sums: [m], may be null; group_sums: [m, ⌈k / group⌉], may be null if GROUP is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     activation(const element_t *x, const element_t *up, element_t *residual, const weight_t *weight, u8 *codes, float *scales,
                int *row_sums, int *group_sums, u64 x_stride, u64 up_stride, u64 residual_stride, u64 code_stride, int k,
-               int group, float eps, float static_scale, int static_zero) {
+               int group, float eps, float static_scale, int static_zero, const u32 *count) {
     extern __shared__ int segments[];
     __shared__ u32 slots[3][WARPS];
     const u64 r = blockIdx.x;
+    if (count != nullptr && r >= *count) return;
     const Row row = {x + r * x_stride, SOURCE == SILU_MUL ? up + r * up_stride : nullptr,
                      ADDS ? residual + r * residual_stride : nullptr, weight, k};
     const int begin = (int)threadIdx.x * VECTOR;

@@ -18,6 +18,8 @@
 //                another; it keeps the sum of those before in registers or in shared memory
 //   EXPERTS      1: the kernel `linear_experts`, which multiplies each row by the weights of one of several experts
 //                (linear_experts.cuh); 0: the kernel `linear`
+//   GATE         UNGATED, or with EXPERTS the function that combines the results of two matrices, gate and up: SILU,
+//                GELU_TANH or CLAMPED (gates.cuh). A block computes both for the same features
 //
 // Weights are the A operand of `mma`, tokens its columns: eight tokens fill a tile. A block steps along k in tiles
 // of 128 features. Codes, activations and scales of each tile are copied to a ring in shared memory, STAGES − 1
@@ -32,6 +34,7 @@
 // several blocks to arrive (linear_out.cuh). So a row's result is bit-identical for any other rows, any number of rows
 // and any shape of the block.
 #include "dequantize.cuh"
+#include "gates.cuh"
 
 constexpr bool FLOAT = ACTIVATION != S8;
 constexpr bool TWO_LEVELS = SCALE == PROGRESSIVE;
@@ -54,6 +57,12 @@ constexpr bool SERIAL = CHUNKS != BLOCKS_EACH;
 constexpr int ROW_BLOCKS = ROW_WARPS * ROW_TILES;
 constexpr int ROWS = 16 * ROW_BLOCKS;
 constexpr int TOKENS = 8 * TOKEN_WARPS * TOKEN_TILES;
+// The number of matrices of an expert. Each has the same number of the block's row tiles: those of the gate come first.
+constexpr bool GATED = GATE != UNGATED;
+constexpr int MATRICES = GATED ? 2 : 1;
+constexpr int MATRIX_BLOCKS = ROW_BLOCKS / MATRICES, FEATURES = ROWS / MATRICES;
+static_assert(!GATED || EXPERTS, "only experts have gates");
+static_assert(ROW_WARPS % MATRICES == 0, "a warp computes rows of one matrix");
 constexpr int TILE_K = 128;
 // Bytes of a token's activations in a tile, and steps of `mma` in it, of 32 bytes each.
 constexpr int X_ROW = FLOAT ? 2 * TILE_K : TILE_K;
@@ -109,6 +118,9 @@ struct Arguments {
     const struct Expert *experts;
     const u32 *starts;
     u32 expert, all_rows;
+    // Only with GATE: the up projection; the arguments above are those of the gate.
+    const u8 *up_codes, *up_parameters, *up_row_zeros;
+    float alpha, limit;
 };
 
 #include "linear_experts.cuh"
@@ -127,11 +139,11 @@ INLINE void compute_tile(const Arguments &p) {
     const u32 row_warp = warp % ROW_WARPS, token_warp = warp / ROW_WARPS;
     // Consecutive blocks process NEIGHBOURS token tiles of one row tile, then the same token tiles of the next row
     // tile, and so on.
-    const u32 row_tiles = (n + ROWS - 1) / ROWS, token_tiles = (m + TOKENS - 1) / TOKENS;
+    const u32 row_tiles = (n + FEATURES - 1) / FEATURES, token_tiles = (m + TOKENS - 1) / TOKENS;
     const u32 block = EXPERTS ? p.block : blockIdx.x;
     const u32 band = block / (NEIGHBOURS * row_tiles), in_band = block % (NEIGHBOURS * row_tiles);
     const u32 neighbours = min(NEIGHBOURS, token_tiles - band * NEIGHBOURS);
-    const u32 row_block = in_band / neighbours * ROW_BLOCKS;
+    const u32 row_block = in_band / neighbours * MATRIX_BLOCKS;
     const u32 token = (band * NEIGHBOURS + in_band % neighbours) * TOKENS;
     const u32 tiles = (k + TILE_K - 1) / TILE_K;
     const u32 length = (tiles + chunks - 1) / chunks;
@@ -143,14 +155,17 @@ INLINE void compute_tile(const Arguments &p) {
 
     Group rows[ROW_TILES];
     if (GROUP == 0 && SUMS) {
+        const bool is_up = GATED && row_warp >= ROW_WARPS / 2;
+        const u32 first = row_block * 16 - (is_up ? FEATURES : 0);
+        const u8 *zeros = is_up ? p.up_row_zeros : p.row_zeros;
 #pragma unroll
         for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                u32 row = (row_block + row_warp * ROW_TILES + r) * 16 + lane / 4 + 8 * half;
+                u32 row = first + (row_warp * ROW_TILES + r) * 16 + lane / 4 + 8 * half;
                 u32 zero = p.middle;
                 // Rows are padded to a multiple of sixteen.
-                if (ZEROS) zero = row < (n + 15) / 16 * 16 ? p.row_zeros[row] : 0;
+                if (ZEROS) zero = row < (n + 15) / 16 * 16 ? zeros[row] : 0;
                 less_of(rows[r], half, zero);
             }
         }
@@ -246,7 +261,7 @@ INLINE void compute_tile(const Arguments &p) {
         }
     }
 #if EXPERTS
-    const Arguments again = read_again(p);
+    const Arguments again = read_again(p, 0);
 #else
     const Arguments &again = p;
 #endif
@@ -274,11 +289,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     linear_experts(const Expert *experts, const u32 *starts, const u32 *token_of, const float *factors, const u8 *x,
                    const float *x_scales, void *out, u32 *partials, u32 *tickets, u32 count, u32 rows, u32 tokens, u32 n,
-                   u32 k, u32 x_stride, u32 out_stride, u32 chunks, u32 middle, i32 x_zero) {
-    const u32 row_tiles = (n + ROWS - 1) / ROWS;
+                   u32 k, u32 x_stride, u32 out_stride, u32 chunks, u32 middle, i32 x_zero, float alpha, float limit) {
+    const u32 row_tiles = (n + FEATURES - 1) / FEATURES;
     Place place;
     if (!find_expert(place, starts, count, rows, blockIdx.x / row_tiles, threadIdx.x % 32)) return;
-    const Expert &expert = experts[place.expert];
+    const Expert &expert = experts[MATRICES * place.expert], &up = experts[MATRICES * place.expert + MATRICES - 1];
     // What only the end needs is read there.
     const Arguments p = {global(expert.codes),
                          global(expert.parameters),
@@ -307,7 +322,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                          experts,
                          starts,
                          place.expert,
-                         rows};
+                         rows,
+                         global(up.codes),
+                         global(up.parameters),
+                         global(up.row_zeros),
+                         alpha,
+                         limit};
     compute_tile(p);
 }
 #endif

@@ -1,14 +1,15 @@
 // The experts of a layer: finds the expert of a block, and the activations of its rows.
 //
 // The rows of results are sorted by expert: expert `e` has rows starts[e] to starts[e + 1]. These numbers are in device
-// memory, since the routing computes them there, so the host plans a grid for the largest possible number of tiles. Each
-// expert's rows begin a new tile, and an expert without rows has none. A block counts the tiles of the experts before
-// its own.
+// memory, since the routing computes them there, so the host plans a grid for the largest possible number of tiles.
+// Each expert's rows begin a new tile, and an expert without rows has none. A block counts the tiles of the experts
+// before its own.
 //
 // Part of linear.cu, whose constants and arguments it uses.
 #pragma once
 
-// The sections of an expert's packed weights, and its bias or null. src/linear/experts.rs writes the same fields.
+// The sections of an expert's packed weights, and its bias or null. With GATE, an expert has two of these: gate and up.
+// src/linear/experts.rs writes the same fields.
 struct __align__(16) Expert {
     const u8 *codes, *parameters;
     const float *row_scales;
@@ -65,10 +66,10 @@ INLINE bool find_expert(Place &to, const u32 *starts, u32 experts, u32 rows, u32
     }
 }
 
-// The arguments for the end of a block. The addresses and numbers of the expert are read again, so that they occupy no
-// registers before.
-INLINE Arguments read_again(const Arguments &p) {
-    const Expert &expert = p.experts[p.expert];
+// The arguments for the end of a block and a matrix of its expert. The addresses and numbers of the expert are read
+// again, so that they occupy no registers before.
+INLINE Arguments read_again(const Arguments &p, u32 matrix) {
+    const Expert &expert = p.experts[MATRICES * p.expert + matrix];
     Arguments end = p;
     end.row_scales = global(expert.row_scales);
     end.row_sums = global(expert.row_sums);

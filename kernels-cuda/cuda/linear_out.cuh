@@ -38,10 +38,14 @@ INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE u32 bits_of(i32 value) { return (u32)value; }
 INLINE total_t total_of(u32 bits) { return WHOLE ? (total_t)(i32)bits : (total_t)__uint_as_float(bits); }
 
-// Reorders fragments to rows through shared memory, and stores results inside the matrix.
+// Reorders fragments to rows through shared memory, combines those of gate and up, and stores results inside the
+// matrix.
 INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u32 row, u32 token,
                       u32 row_warp, u32 token_warp, u32 lane) {
     u32 *turn = (u32 *)shared;
+#if EXPERTS
+    const Arguments up = GATED ? read_again(p, 1) : p;
+#endif
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
 #pragma unroll
@@ -55,10 +59,15 @@ INLINE void write_out(const Arguments &p, u8 *shared, const Fragments &totals, u
         }
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < TOKENS * ROWS; i += THREADS) {
-        u32 line = i / ROWS, column = i % ROWS;
+    for (u32 i = threadIdx.x; i < TOKENS * FEATURES; i += THREADS) {
+        u32 line = i / FEATURES, column = i % FEATURES;
         if (token + line < p.m && row + column < p.n) {
-            float value = finish(p, turn[line * OUT_STRIDE + column], token + line, row + column);
+            const u32 *sum = turn + line * OUT_STRIDE + column;
+            float value = finish(p, sum[0], token + line, row + column);
+#if EXPERTS
+            if constexpr (GATED)
+                value = gated<GATE>(value, finish(up, sum[FEATURES], token + line, row + column), p.alpha, p.limit);
+#endif
             u32 to = token + line;
             if (EXPERTS) {
                 to += p.first;

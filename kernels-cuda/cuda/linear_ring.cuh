@@ -7,6 +7,7 @@ constexpr int CODES_CHUNKS = TILE_BYTES / 16, X_CHUNKS = X_ROW / 16, PARAMETER_C
 constexpr int CODES_BLOCKS = THREADS / CODES_CHUNKS, X_ROWS = THREADS / X_CHUNKS;
 constexpr int X_COPIES = (TOKENS + X_ROWS - 1) / X_ROWS;
 static_assert(THREADS % CODES_CHUNKS == 0 && ROW_BLOCKS % CODES_BLOCKS == 0, "threads fill whole tiles of codes");
+static_assert(MATRIX_BLOCKS % CODES_BLOCKS == 0, "a copy by all threads is of one matrix");
 static_assert(X_ROWS % 8 == 0, "a thread's chunks of activations share a place in the swizzle");
 
 // A thread's share of the copies for a tile: the first copy of each kind. Further ones are whole rows apart.
@@ -16,6 +17,8 @@ struct Copies {
     u64 codes_step, x_step;
     // The remainder of the matrix, from this thread's first chunk: 16-row tiles, tokens, and bytes of a token.
     i32 row_blocks, tokens, left;
+    // With GATE, the distances in bytes from the gate's codes and parameters to those of the up projection.
+    u64 up_codes, up_parameters;
     // With EXPERTS, `x` is the place in the first token, and these are the tokens of this thread's chunks.
     u32 token_of[X_COPIES];
 };
@@ -30,6 +33,8 @@ INLINE Copies first_copies(const Arguments &p, u32 tile, u32 tiles, u32 row_bloc
     to.parameters = p.parameters + ((u64)row_block * tiles + tile) * PARAMETER_BYTES;
     to.x = p.x + ((u64)row * p.x_stride + (u64)tile * TILE_K) * element + chunk * 16;
     to.x_step = (u64)X_ROWS * p.x_stride * element;
+    to.up_codes = GATED ? (u64)p.up_codes - (u64)p.codes : 0;
+    to.up_parameters = GATED ? (u64)p.up_parameters - (u64)p.parameters : 0;
     to.row_blocks -= (i32)block;
     to.tokens = (i32)p.m - (i32)row;
     to.left = ((i32)p.k - (i32)(tile * TILE_K)) * (i32)element - (i32)chunk * 16;
@@ -47,8 +52,11 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
     const u32 thread = threadIdx.x;
 #pragma unroll
     for (int i = 0; i < ROW_BLOCKS / CODES_BLOCKS; i++) {
-        bool there = i * CODES_BLOCKS < from.row_blocks;
-        const u8 *codes = there ? from.codes + i * from.codes_step : EXPERTS ? p.x : p.codes;
+        // The number of the copy among those of its matrix.
+        const int own = i % (MATRIX_BLOCKS / CODES_BLOCKS);
+        bool there = own * CODES_BLOCKS < from.row_blocks;
+        const u64 offset = own * from.codes_step + (i == own ? 0 : from.up_codes);
+        const u8 *codes = there ? from.codes + offset : EXPERTS ? p.x : p.codes;
         copy_async_16(slot + (i * THREADS + thread) * 16, codes, there ? 16 : 0);
     }
     from.codes += TILE_BYTES;
@@ -73,9 +81,14 @@ INLINE void copy_tile(const Arguments &p, Copies &from, u32 slot, u32 tiles) {
         for (int i = 0; i < (ROW_BLOCKS * PARAMETER_CHUNKS + THREADS - 1) / THREADS; i++) {
             const i32 at = i * THREADS + (i32)thread;
             if (at >= ROW_BLOCKS * PARAMETER_CHUNKS) break;
-            const i32 block = at / (PARAMETER_CHUNKS > 0 ? PARAMETER_CHUNKS : 1);
+            i32 block = at / (PARAMETER_CHUNKS > 0 ? PARAMETER_CHUNKS : 1);
+            u64 offset = (at - block * PARAMETER_CHUNKS) * 16;
+            if (GATED && block >= MATRIX_BLOCKS) {
+                block -= MATRIX_BLOCKS;
+                offset += from.up_parameters;
+            }
+            offset += (u64)block * tiles * PARAMETER_BYTES;
             bool there = block - (i32)(thread / CODES_CHUNKS) < from.row_blocks;
-            u64 offset = (u64)block * tiles * PARAMETER_BYTES + (at - block * PARAMETER_CHUNKS) * 16;
             const u8 *parameters = there ? from.parameters + offset : EXPERTS ? p.x : p.parameters;
             copy_async_16(slot + PARAMETERS_AT + at * 16, parameters, there ? 16 : 0);
         }

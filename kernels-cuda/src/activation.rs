@@ -21,7 +21,11 @@ use crate::registry::Entry;
 static SOURCE: Source = Source {
     name: "activation.cu",
     text: include_str!("../cuda/activation.cu"),
-    headers: &[("ptx.cuh", include_str!("../cuda/ptx.cuh"))],
+    headers: &[
+        ("ptx.cuh", include_str!("../cuda/ptx.cuh")),
+        ("gates.cuh", include_str!("../cuda/gates.cuh")),
+        ("values.cuh", include_str!("../cuda/values.cuh")),
+    ],
 };
 
 /// The maximum width of rows that fit the registers of a block.
@@ -227,6 +231,9 @@ pub struct ActivationArguments {
     pub row_sums: Region,
     /// i32 `[m, ⌈k / group⌉]`, if the shape has groups.
     pub group_sums: Region,
+    /// u32: the number of rows if it is known on the device only, at most `m`. Rows beyond it are not read, and have no
+    /// results. [`Region::NONE`]: `m`.
+    pub count: Region,
 }
 
 /// A planned launch.
@@ -244,7 +251,7 @@ impl ActivationPlan {
     ///
     /// # Errors
     /// When a region is too small or misaligned for its type, or a number is invalid.
-    pub fn arguments(&self, at: &ActivationArguments) -> Result<[Argument; 17], KernelError> {
+    pub fn arguments(&self, at: &ActivationArguments) -> Result<[Argument; 18], KernelError> {
         let ActivationShape { rows, element, m, k, .. } = self.shape;
         let floats = if self.shape.aligned { 16 } else { element.bytes() };
         let matrix = |stride: usize, bytes: usize| -> Result<usize, KernelError> {
@@ -256,6 +263,9 @@ impl ActivationPlan {
         at.scales.require("scales", m * 4, 4)?;
         if at.row_sums != Region::NONE {
             at.row_sums.require("row sums", m * 4, 4)?;
+        }
+        if at.count != Region::NONE {
+            at.count.require("the number of rows", 4, 4)?;
         }
         if let Some(group) = self.shape.group {
             at.group_sums.require("group sums", m * k.div_ceil(group) * 4, 4)?;
@@ -304,6 +314,7 @@ impl ActivationPlan {
             Argument::F32(at.eps),
             Argument::F32(fixed.scale),
             Argument::U32(i32::from(fixed.zero) as u32),
+            Argument::U64(at.count.address),
         ])
     }
 }
@@ -466,10 +477,13 @@ mod tests {
             scales: region(4, 12),
             row_sums: region(4, 12),
             group_sums: region(8, 3 * 3 * 4),
+            count: Region::NONE,
         };
         let arguments = plan.arguments(&good).unwrap();
         assert_eq!(arguments[12..14], [Argument::U32(304), Argument::U32(128)]);
-        assert_eq!(arguments[16], Argument::U32(-3_i32 as u32));
+        assert_eq!(arguments[16..], [Argument::U32(-3_i32 as u32), Argument::U64(0)]);
+        let counted = plan.arguments(&ActivationArguments { count: region(4, 4), ..good }).unwrap();
+        assert_eq!(counted[17], Argument::U64(4));
         assert!(plan.arguments(&ActivationArguments { row_sums: Region::NONE, ..good }).is_ok());
         let smaller = |r: Region| Region { bytes: r.bytes - 1, ..r };
         let moved = |r: Region| Region { address: r.address + 8, ..r };
@@ -484,6 +498,8 @@ mod tests {
             ActivationArguments { scales: smaller(good.scales), ..good },
             ActivationArguments { row_sums: smaller(good.row_sums), ..good },
             ActivationArguments { group_sums: smaller(good.group_sums), ..good },
+            ActivationArguments { count: region(4, 3), ..good },
+            ActivationArguments { count: region(2, 4), ..good },
             ActivationArguments { eps: 0.0, ..good },
             ActivationArguments { eps: f32::NAN, ..good },
             ActivationArguments { fixed: None, ..good },

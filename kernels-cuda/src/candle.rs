@@ -3,7 +3,7 @@
 //! Names and structure follow [`quant_kernels_cpu::candle`]. A [`QuantizedLinear`] is a [`Module`] like
 //! `candle_nn::Linear`, and a [`CustomOp1`]. A [`Runner`] holds the device and the kernels that the linears of a model
 //! share. [`Activations`] determines how inputs are quantized. candle allocates the memory, and launches go to the
-//! device's stream.
+//! device's stream. [`QuantizedExperts`] runs the experts of a layer.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -27,11 +27,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod experts;
+
 use std::fmt;
 use std::sync::Arc;
 
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
 use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Error, Layout, MetalStorage, Module,
@@ -40,10 +42,12 @@ use candle_core::{
 pub use quant_kernels_cpu::Activations;
 use quant_kernels_cpu::{KernelError, WeightView};
 
+pub use self::experts::QuantizedExperts;
 use crate::activation::FixedScale;
+use crate::compile::Variant;
 use crate::device::{self, Kernels};
 use crate::float::Float;
-use crate::launch::{Region, Stream};
+use crate::launch::{Argument, LaunchShape, Region, Stream};
 use crate::layout::{Order, WeightLayout};
 use crate::linear::{CallArguments, CallShape, LinearCall, PlanLimits};
 use crate::tensor::{input, types};
@@ -183,18 +187,30 @@ impl Runner {
         let launches = call.launches(&at).map_err(Error::wrap)?;
         stream.context().bind_to_thread().w()?;
         for launch in &launches {
-            // SAFETY: the kernels are dropped before the device, which keeps the context alive. Images come from the
-            // user's own directory, which must be trusted according to the documentation of [`Runner`].
-            let kernel = unsafe { self.kernels.kernel(&launch.variant, launch.shape.shared_bytes) };
-            let kernel = kernel.map_err(Error::wrap)?;
             // SAFETY: the arguments are those of the call, on regions that it has checked. The regions are freed on
-            // this stream, after the launch, and the stream belongs to the context.
-            let launched =
-                unsafe { kernel.launch(&launch.shape, &launch.arguments, Stream(stream.cu_stream().cast())) };
-            launched.map_err(Error::wrap)?;
+            // this stream, after the launch.
+            unsafe { self.launch(&launch.variant, &launch.shape, &launch.arguments, &stream) }?;
         }
         drop((_out, _scratch));
         Ok(out)
+    }
+
+    /// Launches a kernel on a stream of the device, whose context is current.
+    ///
+    /// # Safety
+    /// See [`Kernel::launch`](crate::device::Kernel::launch).
+    unsafe fn launch(
+        &self,
+        variant: &Variant,
+        shape: &LaunchShape,
+        arguments: &[Argument],
+        stream: &CudaStream,
+    ) -> Result<()> {
+        // SAFETY: the kernels are dropped before the device, which keeps the context alive. Images come from the user's
+        // own directory, which must be trusted according to the documentation of [`Runner`].
+        let kernel = unsafe { self.kernels.kernel(variant, shape.shared_bytes) }.map_err(Error::wrap)?;
+        // SAFETY: the caller guarantees the arguments; the stream belongs to the context.
+        unsafe { kernel.launch(shape, arguments, Stream(stream.cu_stream().cast())) }.map_err(Error::wrap)
     }
 }
 

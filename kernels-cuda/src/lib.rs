@@ -27,6 +27,7 @@ pub mod candle;
 pub mod compile;
 pub mod device;
 mod error;
+pub mod experts;
 mod float;
 pub mod image_cache;
 pub mod launch;

@@ -20,9 +20,9 @@ pub use experts::{
     expert_descriptors,
 };
 pub use listed::{listed, variants};
-pub use plan::{LinearArguments, LinearPlan, LinearTraffic};
+pub use plan::{LinearArguments, LinearPlan, LinearTraffic, LinearWork};
 pub use scheme::{InputType, KernelScheme, Output};
-pub use variant::{BLOCK_ROWS, BlockShape, Chunks, LinearVariant, Parts, PlanLimits};
+pub use variant::{BLOCK_ROWS, BlockShape, Chunks, GateFunction, LinearVariant, Parts, PlanLimits};
 
 use crate::compile::Source;
 
@@ -33,6 +33,7 @@ pub static SOURCE: Source = Source {
     headers: &[
         ("ptx.cuh", include_str!("../cuda/ptx.cuh")),
         ("dequantize.cuh", include_str!("../cuda/dequantize.cuh")),
+        ("gates.cuh", include_str!("../cuda/gates.cuh")),
         ("linear_experts.cuh", include_str!("../cuda/linear_experts.cuh")),
         ("linear_ring.cuh", include_str!("../cuda/linear_ring.cuh")),
         ("linear_tile.cuh", include_str!("../cuda/linear_tile.cuh")),

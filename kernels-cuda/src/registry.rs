@@ -3,7 +3,7 @@
 //! `tests/compile.rs` compiles them for every architecture and checks their registers and instructions.
 
 use crate::compile::{GpuArchitecture, Variant};
-use crate::{activation, attention, linear};
+use crate::{activation, attention, experts, linear};
 
 /// A variant, with requirements on its machine code.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,8 +27,12 @@ pub struct Entry {
 type Family = (&'static str, fn() -> Vec<Entry>);
 
 /// All families.
-pub const FAMILIES: [Family; 3] =
-    [("activation", activation::variants), ("linear", linear::variants), ("attention", attention::variants)];
+pub const FAMILIES: [Family; 4] = [
+    ("activation", activation::variants),
+    ("linear", linear::variants),
+    ("experts", experts::variants),
+    ("attention", attention::variants),
+];
 
 /// The entries of all families.
 pub fn entries() -> Vec<Entry> {

@@ -84,6 +84,7 @@ fn planned_rows_are_launched() {
             scales: region(&scales),
             row_sums: region(&row_sums),
             group_sums: region(&group_sums),
+            count: Region::NONE,
         })
         .unwrap();
     let directory = tempfile::tempdir().unwrap();
@@ -223,7 +224,7 @@ fn without_blocks_nothing_is_launched() {
     // SAFETY: the primary context is never released, and images come from this crate.
     let kernel = unsafe { kernels(None).kernel(&plan.variant, 0) }.unwrap();
     // SAFETY: nothing is launched, so nothing is accessed through these arguments.
-    unsafe { kernel.launch(&plan.launch, &[Argument::U64(0); 17], Stream::DEFAULT) }.unwrap();
+    unsafe { kernel.launch(&plan.launch, &[Argument::U64(0); 18], Stream::DEFAULT) }.unwrap();
     Gpu::get().wait().unwrap();
 }
 
@@ -268,7 +269,7 @@ fn invalid_images_are_refused() {
     let kernel = unsafe { Kernel::load(&image, plan.variant.kernel, 1024) }.unwrap();
     let shape = LaunchShape { shared_bytes: 1025, ..plan.launch };
     // SAFETY: the launch is refused, because it needs more shared memory than the kernel was loaded with.
-    let refused = unsafe { kernel.launch(&shape, &[Argument::U64(0); 17], Stream::DEFAULT) };
+    let refused = unsafe { kernel.launch(&shape, &[Argument::U64(0); 18], Stream::DEFAULT) };
     assert!(matches!(refused, Err(Error::Launch(_))), "{refused:?}");
     assert!(form == Form::Cubin || architecture.number() < 10 * limits.capability[0] + limits.capability[1]);
 }

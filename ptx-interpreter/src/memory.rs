@@ -84,14 +84,32 @@ impl Memory {
         self.add(name, bytes.to_vec(), align, WRITTEN_EVER)
     }
 
+    /// Adds a buffer with these bytes at a given address, which other buffers may contain.
+    ///
+    /// # Errors
+    /// When the address is not beyond the last buffer.
+    pub fn buffer_at(&mut self, name: &str, bytes: &[u8], address: u64) -> Result<()> {
+        let end = self.buffers.last().map_or(1, |last| last.base + last.bytes.len().max(1) as u64);
+        if address < end || address.checked_add(bytes.len() as u64 + 2 * GAP).is_none() {
+            let message = format!("the address {address:#x} of {name} is not beyond the last buffer");
+            return Err(Error::Memory { message });
+        }
+        self.push(name, bytes.to_vec(), address, WRITTEN_EVER);
+        Ok(())
+    }
+
     fn add(&mut self, name: &str, bytes: Vec<u8>, align: usize, flag: u8) -> u64 {
         let align = (align.clamp(1, 1 << 30).next_power_of_two()) as u64;
         // An odd multiple of the alignment is not a multiple of any larger power of two.
         let base = self.next.max(FIRST).next_multiple_of(2 * align) + align;
+        self.push(name, bytes, base, flag);
+        base
+    }
+
+    fn push(&mut self, name: &str, bytes: Vec<u8>, base: u64, flag: u8) {
         self.next = base + bytes.len() as u64 + GAP;
         let flags = vec![flag; bytes.len()];
         self.buffers.push(Buffer { name: name.to_owned(), base, bytes, flags, traces: Vec::new() });
-        base
     }
 
     /// Returns the bytes of the buffer at that address.

@@ -99,6 +99,28 @@ fn a_text_as_compilers_write_it() {
     assert_eq!(counters.by_line.values().sum::<u64>(), counters.instructions);
 }
 
+/// The table of a kernel's variables comes after all buffers.
+#[test]
+fn buffers_have_the_addresses_they_were_given() {
+    let module = Module::parse(TEXT).unwrap();
+    let (first, second) = (0x7000_0000_0100, 0x7000_0000_1000);
+    let mut memory = Memory::new();
+    memory.buffer_at("before", &[1; 16], first).unwrap();
+    memory.buffer_at("out", &[0; 160], second).unwrap();
+    for address in [0, first, first + 16, second, second + 159, u64::MAX - 16] {
+        let refused = memory.buffer_at("other", &[0; 4], address);
+        assert!(matches!(refused, Err(Error::Memory { .. })), "{address:#x}");
+    }
+    let mut launch = scale(&mut Memory::new());
+    launch.arguments[0] = Argument::U64(second);
+    module.launch("scale", &launch, &mut memory, &Options::default()).unwrap();
+    assert_eq!(memory.bytes(second).unwrap()[..4], 9.5_f32.to_le_bytes());
+    assert_eq!(memory.bytes(first).unwrap(), [1; 16]);
+    launch.arguments[0] = Argument::U64(second + 4);
+    let beyond = module.launch("scale", &launch, &mut memory, &Options::default()).unwrap_err();
+    assert!(beyond.to_string().contains("out of bounds"), "{beyond}");
+}
+
 #[test]
 fn launches_that_do_not_fit() {
     let module = Module::parse(TEXT).unwrap();

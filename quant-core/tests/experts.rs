@@ -12,7 +12,7 @@ use common::{
     relative_difference, run, windows,
 };
 use quant_core::TensorSource;
-use quant_core::calibrate::{ExpertSampling, ExpertTokens};
+use quant_core::calibrate::{ExpertSampling, ExpertTokens, Sampling};
 use quant_core::checkpoint::Dtype;
 use quant_core::engines::{LayerKind, Outline};
 use quant_core::model::Model;
@@ -20,7 +20,7 @@ use quant_core::pipeline::TensorReport;
 use quant_core::quantize::gptq::GptqSettings;
 use quant_core::recipe::{Action, Pattern, Plan, Recipe};
 use quant_core::round::LayerInputs;
-use quant_core::transform::{AwqSettings, Search};
+use quant_core::transform::{Alpha, Automatic, AwqSettings, Search, SmoothSettings};
 
 fn tiny(family: Kind) -> Tiny {
     Tiny { family, ..Tiny::default() }
@@ -392,6 +392,30 @@ fn a_router_that_overflows_is_named() {
     checkpoint.values("model.layers.1.block_sparse_moe.gate.weight").iter_mut().for_each(|w| *w = 3e38);
     let error = decoder(&checkpoint.model()).hidden(&[&[1, 2, 3, 4]]).unwrap_err().to_string();
     assert!(error.contains("block_sparse_moe.gate.weight") && error.contains("NaN or infinite"), "{error}");
+}
+
+/// The linears that SmoothQuant has quantized for a candidate take little more than a byte per weight.
+#[test]
+fn the_plan_counts_the_codes_of_a_candidate() {
+    for family in [Kind::Mixtral, Kind::Qwen3Moe(true)] {
+        let checkpoint = Tiny { hidden: 512, intermediate: 2048, ..tiny(family) }.random(3);
+        let model = checkpoint.model();
+        let source = model.source();
+        let of_block = |name: &&str| name.contains("layers.0.");
+        let elements = |name: &str| source.info(name).unwrap().elements() as u64;
+        let weights: u64 = source.names().into_iter().filter(of_block).map(elements).sum();
+        let peak = |alpha| {
+            let settings = SmoothSettings { alpha: Some(alpha), ..SmoothSettings::default() };
+            let recipe = Recipe {
+                sampling: Sampling { samples: 2, length: 64, ..Sampling::default() },
+                ..recipe("smoothquant", "w8a8-channel-sym").with_settings(settings)
+            };
+            Plan::peak_memory(&[Plan::new(&model, &recipe, recipe.containers[0]).unwrap()], &model)
+        };
+        let (given, searched) = (peak(Alpha::Fixed(0.5)), peak(Alpha::Auto(Automatic::Auto)));
+        assert!(searched > given, "{family:?}: {searched} and {given}");
+        assert!(searched < given + 3 * weights, "{family:?}: {searched} and {given}, {weights} weights");
+    }
 }
 
 /// With inputs of the quantized model, GPTQ holds one expert at a time, and the plan counts one; with float inputs, all

@@ -7,7 +7,7 @@ use quant_kernels_cuda::activation::{
     ActivationArguments, ActivationPlan, ActivationShape, FixedScale, RowSource,
 };
 use quant_kernels_cuda::compile::Variant;
-use quant_kernels_cuda::launch::LaunchShape;
+use quant_kernels_cuda::launch::{LaunchShape, Region};
 
 use super::kernels::{self, Launch, Launcher, is_family, qz1_cuda_kernels, qz1_cuda_plan};
 use super::region::{qz1_cuda_region, region};
@@ -179,6 +179,7 @@ impl Launch for Activation {
             scales: region(at.scales, "the scales", 4)?,
             row_sums: region(at.row_sums, "the row sums", 4)?,
             group_sums: region(at.group_sums, "the group sums", 4)?,
+            count: Region::NONE,
         })?;
         launch(&[&arguments])
     }

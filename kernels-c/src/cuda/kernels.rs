@@ -12,6 +12,7 @@ use quant_kernels_cuda::launch::{Argument, LaunchShape, Stream};
 use super::activation::Activation;
 use super::append::Append;
 use super::attention::{Decode, Merge};
+use super::experts::LayerExperts;
 use super::linear::Linear;
 use super::pack::Pack;
 use crate::memory::{self, Fields, Scope, fields};
@@ -52,7 +53,7 @@ pub struct qz1_cuda_plan {
 }
 
 /// Maximum number of kernels per plan.
-pub(super) const MAX_KERNELS: usize = 3;
+pub(super) const MAX_KERNELS: usize = 6;
 
 /// A family of launches: everything in which its plan and launch functions differ from those of other families.
 pub(super) trait Launch: Sized {
@@ -106,7 +107,7 @@ macro_rules! families {
     };
 }
 
-families!(Pack, Linear, Activation, Append, Decode, Merge);
+families!(Pack, Linear, LayerExperts, Activation, Append, Decode, Merge);
 
 /// Implements [`Launch::of`] for a family.
 macro_rules! is_family {

@@ -112,12 +112,12 @@ impl Launch for Linear {
         KernelScheme::new(&layout, activation, output)?;
         let device = DeviceLimits::current()?;
         let plan = LinearPlan::new(&layout, activation, output, s.m, &(&device).into())?;
-        let wanted = vec![(plan.variant.compiled(), plan.launch)];
+        let wanted = vec![(plan.work.variant.compiled(), plan.work.launch)];
         Ok((Self { plan, layout }, wanted))
     }
 
     fn launch(&self, at: &Self::Arguments, launch: &mut Launcher<'_>) -> Result<(), Fault> {
-        let (layout, scheme) = (&self.layout, &self.plan.variant.scheme);
+        let (layout, scheme) = (&self.layout, &self.plan.work.variant.scheme);
         let natural = |stride: usize, width: usize, each: usize| match stride {
             0 => width.next_multiple_of(each),
             stride => stride,
@@ -138,7 +138,7 @@ impl Launch for Linear {
     }
 
     fn workspace(&self) -> (usize, usize) {
-        (self.plan.workspace_bytes, self.plan.ticket_bytes)
+        (self.plan.work.workspace_bytes, self.plan.work.ticket_bytes)
     }
 }
 

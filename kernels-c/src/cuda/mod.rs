@@ -18,6 +18,7 @@
 mod activation;
 mod append;
 mod attention;
+mod experts;
 mod kernels;
 mod linear;
 mod pack;
@@ -27,6 +28,7 @@ mod weights;
 pub use activation::*;
 pub use append::*;
 pub use attention::*;
+pub use experts::*;
 pub use kernels::*;
 pub use linear::*;
 pub use pack::*;

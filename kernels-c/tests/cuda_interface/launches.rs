@@ -248,6 +248,53 @@ fn launches_of_activations() {
 }
 
 #[test]
+fn launches_of_experts() {
+    if !on_gpu() {
+        return;
+    }
+    use crate::experts::{COUNT, HIDDEN, TOKENS, TOP_K, layouts, shape};
+    driver::context();
+    let kernels = Kernels::new();
+    let layouts = layouts(QZ1_CUDA_ORDER_INT8);
+    let shape = shape(&layouts);
+    let plan = Plan::new(&kernels, &shape, qz1_cuda_experts_plan);
+    let empty = qz1_cuda_experts_shape { tokens: 0, ..shape };
+    let empty = Plan::new(&kernels, &empty, qz1_cuda_experts_plan);
+    let merge = qz1_cuda_merge_shape { out_type: QZ1_TYPE_F16, parts: 2, rows: 4, head_dim: 64, ..sized() };
+    let merge = Plan::new(&kernels, &merge, qz1_cuda_merge_plan);
+    let good = qz1_cuda_experts_arguments {
+        descriptors: at(0x1000, QZ1_CUDA_EXPERT_BYTES as usize * COUNT),
+        x: at(0x1000, 4 * TOKENS * HIDDEN),
+        experts: at(0x1000, 4 * TOKENS * TOP_K),
+        weights: at(0x1000, 4 * TOKENS * TOP_K),
+        out: at(0x1000, 4 * TOKENS * HIDDEN),
+        tickets: at(0x1000, plan.workspace().1),
+        workspace: at(0x1000, plan.workspace().0),
+        ..sized()
+    };
+    let launch = qz1_cuda_experts_launch;
+    family(&plan, &merge, &good, launch);
+    regions(
+        &plan,
+        &good,
+        launch,
+        &[
+            (|a| &mut a.descriptors, 16, false),
+            (|a| &mut a.x, 16, false),
+            (|a| &mut a.experts, 4, false),
+            (|a| &mut a.weights, 4, false),
+            (|a| &mut a.out, 16, false),
+            (|a| &mut a.tickets, 256, false),
+            (|a| &mut a.workspace, 256, false),
+        ],
+    );
+    assert_eq!(launched(&plan, &good, launch, |a| a.reserved = 1), qz1_status::StructSize);
+    let arguments: qz1_cuda_experts_arguments = sized();
+    // SAFETY: without tokens nothing is launched.
+    done(|m| unsafe { launch(empty.0, &arguments, null_mut(), m) });
+}
+
+#[test]
 fn launches_on_pages() {
     if !on_gpu() {
         return;

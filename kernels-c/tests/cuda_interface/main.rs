@@ -8,6 +8,7 @@ mod attention;
 mod common;
 mod driver;
 mod example;
+mod experts;
 mod launches;
 mod linear;
 mod misuse;
@@ -63,7 +64,7 @@ fn all_functions_are_called() {
         })
         .collect();
     names.sort_unstable();
-    assert_eq!(names.len(), 23, "{names:?}");
+    assert_eq!(names.len(), 26, "{names:?}");
     let files = std::fs::read_dir(root.join("tests/cuda_interface")).unwrap();
     let tests: String = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap()).collect();
     let tests = tests.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<String>();

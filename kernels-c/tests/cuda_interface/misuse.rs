@@ -7,6 +7,7 @@ use quant_kernels_cpu::{Scales, WeightView};
 use quant_kernels_cuda::layout::{Order, WeightLayout};
 
 use crate::common::*;
+use crate::experts;
 
 /// Whether this is the status of a missing driver or, if there is a driver, of a missing context.
 fn without_a_context(status: qz1_status) -> bool {
@@ -158,6 +159,7 @@ struct Shapes {
     kernels: Kernels,
     layout: qz1_cuda_layout,
     pages: qz1_cuda_kv_layout,
+    experts: [qz1_cuda_layout; 2],
 }
 
 impl Shapes {
@@ -166,7 +168,7 @@ impl Shapes {
         let mut pages = sized();
         // SAFETY: every pointer is null or points to a live value.
         done(|m| unsafe { qz1_cuda_kv_layout_of(QZ1_KV_4BIT, 64, 16, &mut pages, m) });
-        Self { kernels: Kernels::new(), layout, pages }
+        Self { kernels: Kernels::new(), layout, pages, experts: experts::layouts(QZ1_CUDA_ORDER_INT8) }
     }
 
     fn pack(&self) -> qz1_cuda_pack_shape {
@@ -176,6 +178,10 @@ impl Shapes {
     fn linear(&self) -> qz1_cuda_linear_shape {
         let (x_type, out_type) = (QZ1_CUDA_TYPE_INT8, QZ1_TYPE_F32);
         qz1_cuda_linear_shape { x_type, out_type, layout: &self.layout, m: 3, ..sized() }
+    }
+
+    fn experts(&self) -> qz1_cuda_experts_shape {
+        experts::shape(&self.experts)
     }
 
     fn activation(&self) -> qz1_cuda_activation_shape {
@@ -262,6 +268,7 @@ fn plans_of_all_families_look_at_the_call() {
     family(&shapes, shapes.append(), qz1_cuda_append_plan);
     family(&shapes, shapes.decode(), qz1_cuda_decode_plan);
     family(&shapes, shapes.merge(), qz1_cuda_merge_plan);
+    family(&shapes, shapes.experts(), qz1_cuda_experts_plan);
 }
 
 #[test]
@@ -291,6 +298,28 @@ fn shapes_that_are_none() {
     assert_eq!(linear(&|s| s.layout = &other), LayoutId);
     assert_eq!(linear(&|s| s.layout = null()), Null);
     assert_eq!(linear(&|s| s.reserved = 1), StructSize);
+
+    let float = experts::layouts(QZ1_CUDA_ORDER_FLOAT);
+    let wrong = qz1_cuda_layout { id: 1, ..float[0] };
+    let experts = |change: &dyn Fn(&mut qz1_cuda_experts_shape)| {
+        let mut shape = shapes.experts();
+        change(&mut shape);
+        planned(kernels, &shape, qz1_cuda_experts_plan)
+    };
+    assert_eq!(experts(&|s| s.gate = 0), Scheme);
+    assert_eq!(experts(&|s| s.limit = -1.0), Scheme);
+    assert_eq!(experts(&|s| s.limit = f32::NAN), Scheme);
+    assert_eq!(experts(&|s| s.x_type = QZ1_CUDA_TYPE_INT8), Scheme);
+    assert_eq!(experts(&|s| s.out_type = 0), Scheme);
+    // Floats are multiplied in the type of the activations, which cannot be f32.
+    assert_eq!(experts(&|s| s.gate_up_layout = &float[0]), Scheme);
+    assert_eq!(experts(&|s| s.gate_up_layout = &wrong), LayoutId);
+    assert_eq!(experts(&|s| s.down_layout = null()), Null);
+    assert_eq!(experts(&|s| s.down_layout = s.gate_up_layout), Mismatch);
+    assert_eq!(experts(&|s| s.experts = 0), Scheme);
+    assert_eq!(experts(&|s| s.experts = usize::MAX), TooLarge);
+    assert_eq!(experts(&|s| s.tokens = usize::MAX), TooLarge);
+    assert_eq!(experts(&|s| s.top_k = 1 << 31), TooLarge);
 
     let activation = |change: fn(&mut qz1_cuda_activation_shape)| {
         let mut shape = shapes.activation();

@@ -6,6 +6,7 @@ use quant_kernels::*;
 
 use crate::common::*;
 use crate::driver;
+use crate::experts;
 
 /// Common sizes, and numbers at which overflow is likely.
 const NUMBERS: [u64; 24] = [
@@ -103,6 +104,11 @@ fn any_shapes() {
         plans(&kernels, qz1_cuda_append_plan, |s| s.layout = &pages);
         plans(&kernels, qz1_cuda_decode_plan, |s| (s.layout, s.reserved) = (&pages, 0));
         plans(&kernels, qz1_cuda_merge_plan, |_| {});
+        let layouts = experts::layouts(QZ1_CUDA_ORDER_INT8);
+        plans(&kernels, qz1_cuda_experts_plan, |s| {
+            (s.gate_up_layout, s.down_layout) = (&layouts[0], &layouts[1]);
+            (s.x_type, s.out_type) = (s.x_type % 4, s.out_type % 4);
+        });
     });
     without_a_context.join().unwrap();
 }
@@ -201,4 +207,7 @@ fn any_arguments() {
     let shape = qz1_cuda_merge_shape { out_type: x_type, parts: 2, rows: 4, head_dim: 64, ..sized() };
     let plan = Plan::new(&kernels, &shape, qz1_cuda_merge_plan);
     launches(&plan, qz1_cuda_merge_launch, |a| (a.reserved, a.out) = (0, NONE));
+    let layouts = experts::layouts(QZ1_CUDA_ORDER_INT8);
+    let plan = Plan::new(&kernels, &experts::shape(&layouts), qz1_cuda_experts_plan);
+    launches(&plan, qz1_cuda_experts_launch, |a| (a.reserved, a.out) = (0, NONE));
 }

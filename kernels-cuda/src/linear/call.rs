@@ -133,14 +133,14 @@ impl LinearCall {
         };
         let product = LinearPlan::new(layout, activation, output, m, device)?;
         // Tickets come first: only they must be 0 before the launches.
-        let mut end = product.ticket_bytes;
+        let mut end = product.work.ticket_bytes;
         let mut place = |bytes: Option<usize>| {
             let at = end.checked_next_multiple_of(ALIGN);
             let (at, bytes) = at.zip(bytes).ok_or(KernelError::TooLarge("the workspace"))?;
             end = at.checked_add(bytes).ok_or(KernelError::TooLarge("the workspace"))?;
             Ok((at, bytes))
         };
-        let (workspace_at, _) = place(Some(product.workspace_bytes))?;
+        let (workspace_at, _) = place(Some(product.work.workspace_bytes))?;
         let mut rounding = None;
         if layout.order() == Order::Int8 {
             if fixed.is_some_and(|by| !by.is_valid()) {
@@ -167,7 +167,7 @@ impl LinearCall {
 
     /// The number of bytes at the beginning of the scratch memory that must be 0 before the launches.
     pub fn zero_bytes(&self) -> usize {
-        self.product.ticket_bytes
+        self.product.work.ticket_bytes
     }
 
     /// Number of elements of the results.
@@ -209,6 +209,7 @@ impl LinearCall {
                 scales,
                 row_sums: Region::NONE,
                 group_sums: Region::NONE,
+                count: Region::NONE,
             })?;
             launches.push(CallLaunch {
                 variant: rounding.plan.variant.clone(),
@@ -228,12 +229,12 @@ impl LinearCall {
             bias: at.bias,
             out: at.out,
             out_stride: self.n,
-            tickets: some(0, self.product.ticket_bytes),
-            workspace: some(self.workspace_at, self.product.workspace_bytes),
+            tickets: some(0, self.product.work.ticket_bytes),
+            workspace: some(self.workspace_at, self.product.work.workspace_bytes),
         })?;
         launches.push(CallLaunch {
-            variant: self.product.variant.compiled(),
-            shape: self.product.launch,
+            variant: self.product.work.variant.compiled(),
+            shape: self.product.work.launch,
             arguments: arguments.to_vec(),
         });
         Ok(launches)
@@ -281,8 +282,8 @@ mod tests {
         for element in [Float::F16, Float::Bf16] {
             let call = call(&layout, element, None, 3).unwrap();
             let product = call.product();
-            let tickets = product.ticket_bytes.next_multiple_of(256);
-            assert_eq!(call.scratch_bytes(), tickets + product.workspace_bytes);
+            let tickets = product.work.ticket_bytes.next_multiple_of(256);
+            assert_eq!(call.scratch_bytes(), tickets + product.work.workspace_bytes);
             assert!(call.zero_bytes() == 0 || call.zero_bytes() < call.scratch_bytes());
             let launches = call.launches(&places(&call, &layout, 2)).unwrap();
             assert_eq!(launches.len(), 1);
@@ -308,7 +309,8 @@ mod tests {
                 panic!("no addresses")
             };
             let (stride, base) = (k.next_multiple_of(16), 0x50_0000);
-            let (tickets, workspace) = (call.product().ticket_bytes, call.product().workspace_bytes);
+            let (tickets, workspace) =
+                (call.product().work.ticket_bytes, call.product().work.workspace_bytes);
             assert!(codes >= base + (tickets + workspace) as u64);
             assert!(scales >= codes + (m * stride) as u64);
             assert_eq!(scales + 4 * m as u64, base + call.scratch_bytes() as u64);
@@ -322,7 +324,7 @@ mod tests {
         let layout = layout(1024, Order::Int8, true);
         let call = call(&layout, Float::F32, Some(FIXED), 2).unwrap();
         let launches = call.launches(&places(&call, &layout, 4)).unwrap();
-        assert_eq!(launches[0].arguments[15..], [Argument::F32(0.5), Argument::U32(-3_i32 as u32)]);
+        assert_eq!(launches[0].arguments[15..17], [Argument::F32(0.5), Argument::U32(-3_i32 as u32)]);
         assert_eq!(launches[1].arguments[18], Argument::U32(-3_i32 as u32));
     }
 

@@ -2,11 +2,12 @@
 //! multiplied by the weights of one expert.
 
 use quant_kernels_cpu::KernelError;
+use quant_kernels_cpu::experts::ExpertGate;
 
-use super::plan::{Operands, Work};
+use super::plan::{LinearWork, Operands};
 use super::scheme::{InputType, KernelScheme, Output};
-use super::variant::{LinearVariant, PlanLimits};
-use crate::launch::{Argument, LaunchShape, Region};
+use super::variant::{GateFunction, LinearVariant, PlanLimits};
+use crate::launch::{Argument, Region};
 use crate::layout::{SECTION, Section, WeightLayout};
 
 /// The size in bytes of an expert's descriptor.
@@ -16,7 +17,7 @@ pub const EXPERT_BYTES: usize = 48;
 ///
 /// Rows of results are sorted by expert. Each row has the index of its token, so a token that is routed to several
 /// experts has several rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearExpertsShape {
     /// The number of experts.
     pub experts: usize,
@@ -24,12 +25,16 @@ pub struct LinearExpertsShape {
     pub tokens: usize,
     /// The maximum number of rows of results: usually the number of tokens times the number of experts per token.
     pub rows: usize,
+    /// The function that combines the results of two matrices per expert, gate and up; `None` if experts have one
+    /// matrix.
+    pub gate: Option<ExpertGate>,
 }
 
 /// A planned launch for all experts of a layer, for any routing.
 ///
-/// The number of rows of each expert is in device memory, and may be 0. A row's result is bit-identical to the result of
-/// a [`LinearPlan`](super::LinearPlan) with the weights of its expert.
+/// The number of rows of each expert is in device memory, and may be 0. A row's result is bit-identical to the result
+/// of a [`LinearPlan`](super::LinearPlan) with the weights of its expert. If there is a gate, it is bit-identical to
+/// the function of [`quant_kernels_cpu::reference`] of two such results in f32.
 ///
 /// ```
 /// use quant_kernels_cpu::ScaleType;
@@ -39,7 +44,7 @@ pub struct LinearExpertsShape {
 ///
 /// // 128 experts of 768 x 2048, of which each of 16 tokens uses 8.
 /// let layout = WeightLayout::from_parts([768, 2048], 4, 128, ScaleType::F16, None, Order::Float, false)?;
-/// let shape = LinearExpertsShape { experts: 128, tokens: 16, rows: 16 * 8 };
+/// let shape = LinearExpertsShape { experts: 128, tokens: 16, rows: 16 * 8, gate: None };
 /// let device = PlanLimits::of(GpuArchitecture::Sm90);
 /// let plan = LinearExpertsPlan::new(&layout, InputType::Bf16, Output::Bf16, &shape, &device)?;
 /// // If the routing is known on the host, it can be checked. Here all tokens use the first eight experts.
@@ -48,19 +53,10 @@ pub struct LinearExpertsShape {
 /// plan.check_routing(&starts, Some(&token_of))?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearExpertsPlan {
-    /// The kernel.
-    pub variant: LinearVariant,
-    /// Blocks, threads and shared memory. The grid is for the largest number of tiles of any routing; blocks without a
-    /// tile return at once. No blocks if there are no rows.
-    pub launch: LaunchShape,
-    /// Number of chunks of `k`.
-    pub chunks: u32,
-    /// The size in bytes of the tickets, as in a [`LinearPlan`](super::LinearPlan).
-    pub ticket_bytes: usize,
-    /// The size in bytes of the workspace, as in a [`LinearPlan`](super::LinearPlan).
-    pub workspace_bytes: usize,
+    /// The kernel, its blocks and its buffers.
+    pub work: LinearWork,
     layout: WeightLayout,
     shape: LinearExpertsShape,
 }
@@ -77,16 +73,17 @@ pub struct ExpertRegions {
 /// Device addresses. Regions that the plan does not use may be [`Region::NONE`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LinearExpertsArguments {
-    /// The descriptors of all experts: the bytes of [`expert_descriptors`], at a multiple of 16.
+    /// The descriptors of all experts: the bytes of [`expert_descriptors`], at a multiple of 16. If there is a gate,
+    /// each expert has two, first that of the gate and then that of the up projection.
     pub experts: Region,
-    /// u32 `[experts + 1]`: the index of the first row of each expert, followed by the number of rows. Rows beyond it are
-    /// not computed.
+    /// u32 `[experts + 1]`: the index of the first row of each expert, followed by the number of rows. Rows beyond it
+    /// are not computed.
     pub starts: Region,
     /// u32 `[rows]`: the index of each row's token, or [`Region::NONE`] if row `r` has the activations of token `r`. An
     /// index that no token has stands for activations of zero.
     pub token_of: Region,
     /// f32 `[rows]`: the factor of each row, such as the weight of its expert in the routing, or [`Region::NONE`]. The
-    /// bias is multiplied too. Results are rounded afterwards.
+    /// bias is multiplied too, and so are results of a gate. Results are rounded afterwards.
     pub factors: Region,
     /// f16, bf16 or i8 `[tokens, k]`, rows `x_stride` apart.
     pub x: Region,
@@ -135,8 +132,8 @@ impl LinearExpertsPlan {
     /// Plans the products of all experts.
     ///
     /// # Errors
-    /// When there are no experts, weights and activations do not match, or the grid or an index exceeds the range of the
-    /// kernel's integers.
+    /// When there are no experts, the gate's limit is negative or NaN, weights and activations do not match, or the grid
+    /// or an index exceeds the range of the kernel's integers.
     pub fn new(
         layout: &WeightLayout,
         activation: InputType,
@@ -146,22 +143,26 @@ impl LinearExpertsPlan {
     ) -> Result<Self, KernelError> {
         let scheme = KernelScheme::new(layout, activation, output)?;
         let of = [layout.n(), layout.k()];
-        let variant = LinearVariant::choose_experts(scheme, of, [shape.experts, shape.rows], device);
+        let gate = gate_of(shape)?;
+        let variant = LinearVariant::choose_experts(scheme, of, [shape.experts, shape.rows], gate, device);
         Self::of_variant(variant, layout, shape)
     }
 
     /// Plans the products of all experts with a given variant.
     ///
     /// # Errors
-    /// See [`new`](Self::new); also when the variant does not match the layout, or is not for experts.
+    /// See [`new`](Self::new); also when the variant does not match the layout or the gate, or is not for experts.
     pub fn of_variant(
         variant: LinearVariant,
         layout: &WeightLayout,
         shape: &LinearExpertsShape,
     ) -> Result<Self, KernelError> {
-        let LinearExpertsShape { experts, tokens, rows } = *shape;
+        let LinearExpertsShape { experts, tokens, rows, .. } = *shape;
         if !variant.experts {
             return Err(KernelError::Scheme("the kernel variant is not for the experts of a layer"));
+        }
+        if variant.gate != gate_of(shape)? {
+            return Err(KernelError::Scheme("the kernel variant is for experts with a different gate"));
         }
         if experts == 0 {
             return Err(KernelError::Scheme("a layer must have at least one expert"));
@@ -171,23 +172,22 @@ impl LinearExpertsPlan {
         }
         // Every expert with rows can have a tile that is not full. The others have whole tiles.
         let (touched, of_tile) = (experts.min(rows), variant.shape.tokens());
-        let work = Work::new(&variant, layout, rows, touched + (rows - touched) / of_tile)?;
+        let work = LinearWork::new(variant, layout, rows, touched + (rows - touched) / of_tile)?;
         // The kernel adds the tiles of all experts, each of which has at most `rows` rows.
         let sum = rows.div_ceil(of_tile).max(1).checked_mul(experts).and_then(|sum| u32::try_from(sum).ok());
         sum.ok_or(KernelError::TooLarge("the number of experts"))?;
-        let Work { launch, chunks, ticket_bytes, workspace_bytes } = work;
-        Ok(Self { variant, launch, chunks, ticket_bytes, workspace_bytes, layout: *layout, shape: *shape })
+        Ok(Self { work, layout: *layout, shape: *shape })
     }
 
-    /// Checks a routing that is known on the host: the first row of each expert, followed by the number of rows, and the
-    /// token of each row, if there are indices. The kernel does not access memory out of bounds for any routing, but
-    /// rows that are in two ranges have undefined results.
+    /// Checks a routing that is known on the host: the first row of each expert, followed by the number of rows, and
+    /// the token of each row, if there are indices. The kernel does not access memory out of bounds for any routing,
+    /// but rows that are in two ranges have undefined results.
     ///
     /// # Errors
     /// When there are not as many numbers as the plan requires, starts are not in ascending order from 0 to at most
     /// [`rows`](LinearExpertsShape::rows), or a token does not exist.
     pub fn check_routing(&self, starts: &[u32], token_of: Option<&[u32]>) -> Result<(), KernelError> {
-        let LinearExpertsShape { experts, tokens, rows } = self.shape;
+        let LinearExpertsShape { experts, tokens, rows, .. } = self.shape;
         if starts.len() != experts + 1 {
             let what = "the first rows of experts, and the number of rows";
             return Err(KernelError::Length { what, expected: experts + 1, got: starts.len() });
@@ -222,8 +222,8 @@ impl LinearExpertsPlan {
     /// # Errors
     /// When a region is too small or misaligned for its type, a stride or zero point is invalid, or there are fewer
     /// tokens than rows although rows have no indices of tokens.
-    pub fn arguments(&self, at: &LinearExpertsArguments) -> Result<[Argument; 19], KernelError> {
-        let (layout, LinearExpertsShape { experts, tokens, rows }) = (&self.layout, self.shape);
+    pub fn arguments(&self, at: &LinearExpertsArguments) -> Result<[Argument; 21], KernelError> {
+        let (layout, LinearExpertsShape { experts, tokens, rows, gate }) = (&self.layout, self.shape);
         let operands = Operands {
             x: at.x,
             x_stride: at.x_stride,
@@ -232,11 +232,12 @@ impl LinearExpertsPlan {
             out: at.out,
             out_stride: at.out_stride,
         };
-        let [x_stride, out_stride] = operands.check(&self.variant, layout, tokens, rows)?;
-        if u32::try_from(at.x_stride * self.variant.scheme.activation_bytes()).is_err() {
+        let [x_stride, out_stride] = operands.check(&self.work.variant, layout, tokens, rows)?;
+        if u32::try_from(at.x_stride * self.work.variant.scheme.activation_bytes()).is_err() {
             return Err(KernelError::TooLarge("the row stride of activations"));
         }
-        at.experts.require("descriptors of experts", EXPERT_BYTES * experts, 16)?;
+        let matrices = if gate.is_some() { 2 } else { 1 };
+        at.experts.require("descriptors of experts", EXPERT_BYTES * matrices * experts, 16)?;
         at.starts.require("first rows of experts", 4 * (experts + 1), 4)?;
         if at.token_of != Region::NONE {
             at.token_of.require("tokens of rows", 4 * rows, 4)?;
@@ -247,8 +248,12 @@ impl LinearExpertsPlan {
         if at.factors != Region::NONE {
             at.factors.require("factors of rows", 4 * rows, 4)?;
         }
-        at.tickets.require("tickets", self.ticket_bytes, 256)?;
-        at.workspace.require("workspace", self.workspace_bytes, 256)?;
+        let [alpha, limit] = match gate {
+            Some(ExpertGate::Clamped { alpha, limit }) => [alpha, limit],
+            _ => [0.0; 2],
+        };
+        at.tickets.require("tickets", self.work.ticket_bytes, 256)?;
+        at.workspace.require("workspace", self.work.workspace_bytes, 256)?;
         Ok([
             Argument::U64(at.experts.address),
             Argument::U64(at.starts.address),
@@ -266,11 +271,27 @@ impl LinearExpertsPlan {
             Argument::U32(layout.k() as u32),
             Argument::U32(x_stride),
             Argument::U32(out_stride),
-            Argument::U32(self.chunks),
+            Argument::U32(self.work.chunks),
             Argument::U32(u32::from(layout.zero_point().unwrap_or(0))),
             Argument::U32(at.x_zero as u32),
+            Argument::F32(alpha),
+            Argument::F32(limit),
         ])
     }
+}
+
+/// The function of the gate, if there is one.
+///
+/// # Errors
+/// When the gate's limit is negative or NaN, or the kernels do not have its function.
+fn gate_of(shape: &LinearExpertsShape) -> Result<Option<GateFunction>, KernelError> {
+    if let Some(ExpertGate::Clamped { limit, .. }) = shape.gate
+        && (limit.is_nan() || limit < 0.0)
+    {
+        return Err(KernelError::Scheme("the gate limit must not be negative or NaN"));
+    }
+    let unknown = KernelError::Scheme("the kernels do not have the function of the gate");
+    shape.gate.map(|gate| GateFunction::of(gate).ok_or(unknown)).transpose()
 }
 
 #[cfg(test)]
@@ -290,7 +311,16 @@ mod tests {
     }
 
     fn plan(experts: usize, tokens: usize, rows: usize) -> Result<LinearExpertsPlan, KernelError> {
-        let shape = LinearExpertsShape { experts, tokens, rows };
+        gated(experts, tokens, rows, None)
+    }
+
+    fn gated(
+        experts: usize,
+        tokens: usize,
+        rows: usize,
+        gate: Option<ExpertGate>,
+    ) -> Result<LinearExpertsPlan, KernelError> {
+        let shape = LinearExpertsShape { experts, tokens, rows, gate };
         let device = PlanLimits::of(GpuArchitecture::Sm90);
         LinearExpertsPlan::new(&layout(), InputType::F16, Output::F16, &shape, &device)
     }
@@ -300,25 +330,29 @@ mod tests {
         let row_tiles = 6;
         for (experts, rows) in [(1, 5), (128, 8), (128, 128), (128, 4096), (3, 1000), (128, 0)] {
             let plan = plan(experts, rows.max(1), rows).unwrap();
-            let of_tile = plan.variant.shape.tokens();
-            assert_eq!(plan.launch.grid[0] % row_tiles, 0);
-            let most = (plan.launch.grid[0] / row_tiles) as usize;
+            let both = gated(experts, rows.max(1), rows, Some(ExpertGate::Silu)).unwrap();
+            // Each block computes half as many features of two matrices. Chunks are those of one matrix.
+            assert_eq!(both.work.launch.grid[0], 2 * plan.work.launch.grid[0]);
+            assert_eq!(both.work.chunks, plan.work.chunks);
+            let of_tile = plan.work.variant.shape.tokens();
+            assert_eq!(plan.work.launch.grid[0] % row_tiles, 0);
+            let most = (plan.work.launch.grid[0] / row_tiles) as usize;
             // As many tiles as possible: one row for each expert, and the others for one of them.
             let touched = experts.min(rows);
             let tiles = if touched == 0 { 0 } else { (rows - touched + 1).div_ceil(of_tile) + touched - 1 };
             assert_eq!(most, tiles, "{experts} experts, {rows} rows");
-            assert_eq!(plan.chunks, 4);
-            assert_eq!(plan.workspace_bytes > 0, plan.launch.grid[1] == 4 && rows > 0);
+            assert_eq!(plan.work.chunks, 4);
+            assert_eq!(plan.work.workspace_bytes > 0, plan.work.launch.grid[1] == 4 && rows > 0);
         }
     }
 
     #[test]
     fn blocks_suit_the_rows_of_an_expert() {
         for (rows, tokens) in [(8, 8), (128, 8), (1024, 16), (4096, 64), (1 << 20, 64)] {
-            assert_eq!(plan(128, rows, rows).unwrap().variant.shape.tokens(), tokens, "{rows}");
+            assert_eq!(plan(128, rows, rows).unwrap().work.variant.shape.tokens(), tokens, "{rows}");
         }
         // A single expert has all rows.
-        assert_eq!(plan(1, 16, 16).unwrap().variant.shape.tokens(), 16);
+        assert_eq!(plan(1, 16, 16).unwrap().work.variant.shape.tokens(), 16);
     }
 
     #[test]
@@ -336,12 +370,44 @@ mod tests {
             assert!(matches!(error, KernelError::TooLarge(_)), "{experts} {tokens} {rows}: {error}");
         }
         let plan = plan(4, 3, 6).unwrap();
-        let (shape, layout) = (LinearExpertsShape { experts: 4, tokens: 3, rows: 6 }, layout());
-        let mut variant = plan.variant;
+        let (shape, layout) = (LinearExpertsShape { experts: 4, tokens: 3, rows: 6, gate: None }, layout());
+        let mut variant = plan.work.variant;
         variant.experts = false;
         assert!(LinearExpertsPlan::of_variant(variant, &layout, &shape).is_err());
         assert!(super::super::LinearPlan::of_variant(variant, &layout, 6).is_ok());
-        assert!(super::super::LinearPlan::of_variant(plan.variant, &layout, 6).is_err());
+        assert!(super::super::LinearPlan::of_variant(plan.work.variant, &layout, 6).is_err());
+    }
+
+    #[test]
+    fn gates_are_those_of_the_variant() {
+        let clamped = |alpha, limit| Some(ExpertGate::Clamped { alpha, limit });
+        for limit in [-1.0, f32::NAN] {
+            let error = gated(4, 3, 6, clamped(1.0, limit)).unwrap_err();
+            assert_eq!(error, KernelError::Scheme("the gate limit must not be negative or NaN"));
+        }
+        let plan = gated(4, 3, 6, clamped(1.5, 7.0)).unwrap();
+        assert_eq!(plan.work.variant.gate, Some(GateFunction::Clamped));
+        let shape = LinearExpertsShape { experts: 4, tokens: 3, rows: 6, gate: Some(ExpertGate::Silu) };
+        let other = LinearExpertsPlan::of_variant(plan.work.variant, &layout(), &shape).unwrap_err();
+        assert_eq!(other, KernelError::Scheme("the kernel variant is for experts with a different gate"));
+        let at = LinearExpertsArguments {
+            experts: region(0x10, 8 * EXPERT_BYTES),
+            starts: region(0x4, 20),
+            token_of: region(0x4, 24),
+            factors: Region::NONE,
+            x: region(0x10, 3 * 4096),
+            x_stride: 2048,
+            x_scales: Region::NONE,
+            x_zero: 0,
+            out: region(0x2, 6 * 1536),
+            out_stride: 768,
+            tickets: region(0x100, plan.work.ticket_bytes),
+            workspace: region(0x200, plan.work.workspace_bytes),
+        };
+        let arguments = plan.arguments(&at).unwrap();
+        assert_eq!(arguments[19..], [Argument::F32(1.5), Argument::F32(7.0)]);
+        let few = LinearExpertsArguments { experts: region(0x10, 8 * EXPERT_BYTES - 1), ..at };
+        assert!(matches!(plan.arguments(&few), Err(KernelError::Length { .. })));
     }
 
     #[test]
@@ -404,8 +470,8 @@ mod tests {
             x_zero: 0,
             out: region(0x2, 6 * 1536),
             out_stride: 768,
-            tickets: region(0x100, plan.ticket_bytes),
-            workspace: region(0x200, plan.workspace_bytes),
+            tickets: region(0x100, plan.work.ticket_bytes),
+            workspace: region(0x200, plan.work.workspace_bytes),
         };
         let arguments = plan.arguments(&good).unwrap();
         assert_eq!(arguments[9..13], [4, 6, 3, 768].map(Argument::U32));
@@ -426,7 +492,7 @@ mod tests {
             LinearExpertsArguments { out: region(0x2, 6 * 1536 - 1), ..good },
             LinearExpertsArguments { out_stride: 767, ..good },
             LinearExpertsArguments { tickets: Region::NONE, ..good },
-            LinearExpertsArguments { workspace: region(0x200, plan.workspace_bytes - 1), ..good },
+            LinearExpertsArguments { workspace: region(0x200, plan.work.workspace_bytes - 1), ..good },
         ];
         for (i, bad) in bad.iter().enumerate() {
             assert!(plan.arguments(bad).is_err(), "{i}");

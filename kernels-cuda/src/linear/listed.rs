@@ -3,7 +3,7 @@
 use quant_kernels_cpu::{FloatFormat, ScaleType};
 
 use super::scheme::{InputType, KernelScheme, Output};
-use super::variant::{LinearVariant, PlanLimits};
+use super::variant::{GateFunction, LinearVariant, PlanLimits};
 use crate::compile::{GpuArchitecture, Variant};
 use crate::layout::{Order, WeightLayout};
 use crate::registry::Entry;
@@ -47,18 +47,23 @@ pub fn listed(architecture: GpuArchitecture, all: bool) -> Vec<LinearVariant> {
             }
         }
         // One row per expert, a few, and many, of 128 experts. The matrix of all schemes has four chunks, the other one
-        // has one.
+        // has one. Some are also compiled with a gate.
         let rows: &[usize] = match (common, all) {
             (true, _) => &[8, 128 * 8, 4096 * 8],
             (false, true) if turn % 2 == 0 => &[4096 * 8],
             (false, true) => &[8],
             (false, false) => &[],
         };
-        for &rows in rows {
+        let gates = [GateFunction::Silu, GateFunction::GeluTanh, GateFunction::Clamped];
+        let has_gate = common || turn % 4 == 1;
+        for (i, &rows) in rows.iter().enumerate() {
             let shape = if all { [768, 2048] } else { [2048, 768] };
-            let variant = LinearVariant::choose_experts(scheme, shape, [128, rows], &device);
-            if !variants.contains(&variant) {
-                variants.push(variant);
+            let gate = has_gate.then(|| gates[(turn + i) % gates.len()]);
+            for gate in [None, gate] {
+                let variant = LinearVariant::choose_experts(scheme, shape, [128, rows], gate, &device);
+                if !variants.contains(&variant) {
+                    variants.push(variant);
+                }
             }
         }
     }

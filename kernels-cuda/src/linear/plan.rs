@@ -21,14 +21,25 @@ use crate::layout::{SECTION, Section, WeightLayout};
 /// // For one token on an H100 or H200; needs no device.
 /// let device = PlanLimits::of(GpuArchitecture::Sm90);
 /// let plan = LinearPlan::new(&layout, InputType::Bf16, Output::Bf16, 1, &device)?;
-/// println!("{} with {} bytes of workspace", plan.variant.name(), plan.workspace_bytes);
+/// println!("{} with {} bytes of workspace", plan.work.variant.name(), plan.work.workspace_bytes);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinearPlan {
+    /// The kernel, its blocks and its buffers.
+    pub work: LinearWork,
+    layout: WeightLayout,
+    m: usize,
+}
+
+/// The kernel of a plan, its blocks, and the sizes of the buffers in which these combine chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LinearWork {
     /// The kernel.
     pub variant: LinearVariant,
-    /// Blocks, threads and shared memory. No blocks if there are no tokens.
+    /// Blocks, threads and shared memory. No blocks if there are no tokens. For experts, the grid is for the largest
+    /// number of tiles of any routing; blocks without a tile return at once.
     pub launch: LaunchShape,
     /// Number of chunks of `k`.
     pub chunks: u32,
@@ -38,8 +49,6 @@ pub struct LinearPlan {
     /// The size in bytes of the workspace, in which these blocks combine their sums. Its initial contents do not
     /// matter.
     pub workspace_bytes: usize,
-    layout: WeightLayout,
-    m: usize,
 }
 
 /// Device addresses. Regions that the plan does not use may be [`Region::NONE`].
@@ -114,17 +123,16 @@ impl LinearPlan {
         if variant.experts {
             return Err(KernelError::Scheme("the kernel variant is for the experts of a layer"));
         }
-        let work = Work::new(&variant, layout, m, m.div_ceil(variant.shape.tokens()))?;
-        let Work { launch, chunks, ticket_bytes, workspace_bytes } = work;
-        Ok(Self { variant, launch, chunks, ticket_bytes, workspace_bytes, layout: *layout, m })
+        let work = LinearWork::new(variant, layout, m, m.div_ceil(variant.shape.tokens()))?;
+        Ok(Self { work, layout: *layout, m })
     }
 
     /// The traffic of a launch, without a bias.
     pub fn traffic(&self) -> LinearTraffic {
         let (n, k) = (self.layout.n(), self.layout.k());
-        let scheme = &self.variant.scheme;
+        let scheme = &self.work.variant.scheme;
         let scales = if scheme.is_float() { 0 } else { 4 };
-        let others = if self.workspace_bytes > 0 { self.chunks as usize - 1 } else { 0 };
+        let others = if self.work.workspace_bytes > 0 { self.work.chunks as usize - 1 } else { 0 };
         LinearTraffic {
             weights: self.layout.bytes(),
             activations: self.m * (k * scheme.activation_bytes() + scales),
@@ -148,10 +156,10 @@ impl LinearPlan {
             out: at.out,
             out_stride: at.out_stride,
         };
-        let [x_stride, out_stride] = operands.check(&self.variant, layout, m, m)?;
+        let [x_stride, out_stride] = operands.check(&self.work.variant, layout, m, m)?;
         at.weight.require("packed weights", layout.bytes(), SECTION)?;
-        at.tickets.require("tickets", self.ticket_bytes, 256)?;
-        at.workspace.require("workspace", self.workspace_bytes, 256)?;
+        at.tickets.require("tickets", self.work.ticket_bytes, 256)?;
+        at.workspace.require("workspace", self.work.workspace_bytes, 256)?;
         if at.bias != Region::NONE {
             at.bias.require("bias", 4 * n, 4)?;
         }
@@ -173,29 +181,21 @@ impl LinearPlan {
             Argument::U32(k as u32),
             Argument::U32(x_stride),
             Argument::U32(out_stride),
-            Argument::U32(self.chunks),
+            Argument::U32(self.work.chunks),
             Argument::U32(u32::from(layout.zero_point().unwrap_or(0))),
             Argument::U32(at.x_zero as u32),
         ])
     }
 }
 
-/// The blocks of a launch, and the sizes of the buffers in which they combine chunks.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Work {
-    pub(super) launch: LaunchShape,
-    pub(super) chunks: u32,
-    pub(super) ticket_bytes: usize,
-    pub(super) workspace_bytes: usize,
-}
-
-impl Work {
+impl LinearWork {
     /// Plans a product with `m` tokens, in at most `token_tiles` tiles of tokens.
     ///
     /// # Errors
-    /// When the variant is for several chunks of `k` and there is one, or the grid or an index exceeds the range of the kernel's integers.
+    /// When the variant is for several chunks of `k` and there is one, or the grid or an index exceeds the range of the
+    /// kernel's integers.
     pub(super) fn new(
-        variant: &LinearVariant,
+        variant: LinearVariant,
         layout: &WeightLayout,
         m: usize,
         token_tiles: usize,
@@ -218,8 +218,10 @@ impl Work {
             ));
         }
         let split = if variant.chunks == Chunks::Blocks { chunks } else { 1 };
-        let tiles =
-            n.div_ceil(BLOCK_ROWS).checked_mul(token_tiles).ok_or(KernelError::TooLarge("the grid"))?;
+        let tiles = n
+            .div_ceil(variant.features())
+            .checked_mul(token_tiles)
+            .ok_or(KernelError::TooLarge("the grid"))?;
         let launch = LaunchShape {
             grid: [small(tiles, i32::MAX as usize, "the grid")?, split as u32, 1],
             block: variant.shape.threads() as u32,
@@ -232,7 +234,7 @@ impl Work {
             let partials = tiles.checked_mul(split).and_then(|t| t.checked_mul(variant.partial_bytes()));
             workspace_bytes = partials.ok_or(large)?;
         }
-        Ok(Self { launch, chunks: chunks as u32, ticket_bytes, workspace_bytes })
+        Ok(Self { variant, launch, chunks: chunks as u32, ticket_bytes, workspace_bytes })
     }
 }
 
@@ -316,7 +318,7 @@ mod tests {
                 (28_672, 4096, 1),
             ] {
                 let plan = plan(n, k, m).unwrap();
-                assert_eq!((Parts::of([n, k]).chunks, plan.chunks as usize), (chunks, chunks));
+                assert_eq!((Parts::of([n, k]).chunks, plan.work.chunks as usize), (chunks, chunks));
             }
         }
         // No chunk is ever empty.
@@ -333,20 +335,20 @@ mod tests {
     #[test]
     fn few_tokens_take_a_workspace_and_many_none() {
         let few = plan(4096, 4096, 3).unwrap();
-        assert_eq!((few.launch.grid, few.launch.block), ([32, 8, 1], 128));
-        assert_eq!((few.ticket_bytes, few.workspace_bytes), (8 * 32, 8 * 4096 * 8 * 4));
+        assert_eq!((few.work.launch.grid, few.work.launch.block), ([32, 8, 1], 128));
+        assert_eq!((few.work.ticket_bytes, few.work.workspace_bytes), (8 * 32, 8 * 4096 * 8 * 4));
         let many = plan(4096, 4096, 1000).unwrap();
-        assert_eq!(many.variant.chunks, Chunks::Shared);
-        assert_eq!((many.launch.grid, many.workspace_bytes), ([32 * 16, 1, 1], 0));
-        assert_eq!(plan(4096, 4096, 0).unwrap().launch.grid[0], 0);
+        assert_eq!(many.work.variant.chunks, Chunks::Shared);
+        assert_eq!((many.work.launch.grid, many.work.workspace_bytes), ([32 * 16, 1, 1], 0));
+        assert_eq!(plan(4096, 4096, 0).unwrap().work.launch.grid[0], 0);
     }
 
     #[test]
     fn variants_for_several_chunks_need_them() {
         let (cut, whole) = (plan(4096, 4096, 3).unwrap(), plan(57_344, 4096, 3).unwrap());
-        assert!(LinearPlan::of_variant(cut.variant, &cut.layout, 3).is_ok());
+        assert!(LinearPlan::of_variant(cut.work.variant, &cut.layout, 3).is_ok());
         for chunks in [Chunks::Blocks, Chunks::Registers, Chunks::Shared] {
-            let variant = LinearVariant { chunks, ..cut.variant };
+            let variant = LinearVariant { chunks, ..cut.work.variant };
             assert!(LinearPlan::of_variant(variant, &cut.layout, 3).is_ok(), "{chunks:?}");
             let is_split = chunks == Chunks::Blocks;
             assert_eq!(LinearPlan::of_variant(variant, &whole.layout, 3).is_ok(), is_split, "{chunks:?}");
@@ -374,8 +376,8 @@ mod tests {
             bias: Region::NONE,
             out: region(0x2, 3 * 8192),
             out_stride: 4096,
-            tickets: region(0x100, plan.ticket_bytes),
-            workspace: region(0x200, plan.workspace_bytes),
+            tickets: region(0x100, plan.work.ticket_bytes),
+            workspace: region(0x200, plan.work.workspace_bytes),
         };
         let arguments = plan.arguments(&good).unwrap();
         assert_eq!(arguments[1], Argument::U64(0x1000 + 4096 * 4096 / 2));
@@ -392,10 +394,10 @@ mod tests {
             LinearArguments { out: region(0x2, 8192), ..good },
             LinearArguments { out_stride: 4000, ..good },
             LinearArguments { tickets: Region::NONE, ..good },
-            LinearArguments { tickets: region(0x100, plan.ticket_bytes - 1), ..good },
+            LinearArguments { tickets: region(0x100, plan.work.ticket_bytes - 1), ..good },
             LinearArguments { workspace: Region::NONE, ..good },
-            LinearArguments { workspace: region(0x210, plan.workspace_bytes), ..good },
-            LinearArguments { workspace: region(u64::MAX - 255, plan.workspace_bytes), ..good },
+            LinearArguments { workspace: region(0x210, plan.work.workspace_bytes), ..good },
+            LinearArguments { workspace: region(u64::MAX - 255, plan.work.workspace_bytes), ..good },
             LinearArguments { weight: region(u64::MAX - 255, plan.layout.bytes()), ..good },
         ];
         for (i, bad) in bad.iter().enumerate() {

@@ -1,6 +1,7 @@
 //! How a variant divides its work.
 
 use quant_kernels_cpu::FloatFormat;
+use quant_kernels_cpu::experts::ExpertGate;
 
 use super::SOURCE;
 use super::scheme::{InputType, KernelScheme, Output, Scale};
@@ -47,8 +48,8 @@ impl BlockShape {
     }
 }
 
-/// From few tokens to many: warps along tokens, tiles of 8 tokens per warp, and blocks per multiprocessor. The numbers of
-/// blocks were the fastest on an H200.
+/// From few tokens to many: warps along tokens, tiles of 8 tokens per warp, and blocks per multiprocessor. The numbers
+/// of blocks were the fastest on an H200.
 const SHAPES: [[usize; 3]; 5] = [[1, 1, 5], [1, 2, 4], [2, 2, 2], [2, 4, 2], [2, 8, 1]];
 /// Up to this number of tokens per block, several blocks always share the chunks of `k`.
 const FEW_TOKENS: usize = 16;
@@ -58,7 +59,7 @@ const MANY_TOKENS: usize = 128;
 const FLOAT_SHAPES: usize = 4;
 /// Tiles of tokens per warp in the last of these shapes.
 const MANY_TILES: usize = 4;
-/// Output features per block, in every shape.
+/// Rows of weights per block, in every shape.
 pub const BLOCK_ROWS: usize = 128;
 
 /// The properties of a device that determine plans.
@@ -108,6 +109,31 @@ pub enum Chunks {
     Shared,
 }
 
+/// The functions that combine the results of gate and up projections, without their numbers. See
+/// [`ExpertGate`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum GateFunction {
+    /// `silu(gate) · up`.
+    Silu,
+    /// `gelu(gate) · up`.
+    GeluTanh,
+    /// The clamped gate of gpt-oss.
+    Clamped,
+}
+
+impl GateFunction {
+    /// The function of a gate, or `None` if the kernels do not have it.
+    pub fn of(gate: ExpertGate) -> Option<Self> {
+        match gate {
+            ExpertGate::Silu => Some(Self::Silu),
+            ExpertGate::GeluTanh => Some(Self::GeluTanh),
+            ExpertGate::Clamped { .. } => Some(Self::Clamped),
+            _ => None,
+        }
+    }
+}
+
 /// A kernel variant: scheme, block shape and division of `k`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -120,6 +146,8 @@ pub struct LinearVariant {
     pub chunks: Chunks,
     /// Whether rows are multiplied by the weights of different experts, in one launch.
     pub experts: bool,
+    /// If experts have two matrices, gate and up: the function that combines their results.
+    pub gate: Option<GateFunction>,
 }
 
 impl LinearVariant {
@@ -154,6 +182,12 @@ impl LinearVariant {
             Chunks::Registers => "REGISTERS",
             Chunks::Shared => "SHARED",
         };
+        let gate = match self.gate {
+            None => "UNGATED",
+            Some(GateFunction::Silu) => "SILU",
+            Some(GateFunction::GeluTanh) => "GELU_TANH",
+            Some(GateFunction::Clamped) => "CLAMPED",
+        };
         let x_zero = matches!(s.activation, InputType::Int8 { zero: true });
         let flag = |set: bool| usize::from(set).to_string();
         vec![
@@ -173,6 +207,7 @@ impl LinearVariant {
             ("BLOCKS", self.shape.blocks.to_string()),
             ("CHUNKS", chunks.to_owned()),
             ("EXPERTS", flag(self.experts)),
+            ("GATE", gate.to_owned()),
         ]
     }
 
@@ -182,8 +217,8 @@ impl LinearVariant {
         Variant { source: &SOURCE, kernel, defines: self.defines() }
     }
 
-    /// A name made of the scheme, the tokens per block, the depth of the ring, how chunks of `k` are computed, and
-    /// `_experts` if the weights are those of several experts.
+    /// A name made of the scheme, the tokens per block, the depth of the ring, how chunks of `k` are computed,
+    /// `_experts` if the weights are those of several experts, and the function of their gates.
     pub fn name(&self) -> String {
         let chunks = match self.chunks {
             Chunks::Blocks => "",
@@ -191,7 +226,23 @@ impl LinearVariant {
             Chunks::Shared => "_kept",
         };
         let experts = if self.experts { "_experts" } else { "" };
-        format!("{}_t{}_s{}{chunks}{experts}", self.scheme.name(), self.shape.tokens(), self.shape.stages)
+        let gate = match self.gate {
+            None => "",
+            Some(GateFunction::Silu) => "_silu",
+            Some(GateFunction::GeluTanh) => "_gelu",
+            Some(GateFunction::Clamped) => "_clamped",
+        };
+        format!(
+            "{}_t{}_s{}{chunks}{experts}{gate}",
+            self.scheme.name(),
+            self.shape.tokens(),
+            self.shape.stages
+        )
+    }
+
+    /// Output features per block: a block for gates has the same features of two matrices.
+    pub fn features(&self) -> usize {
+        features(self.gate)
     }
 
     /// Bytes of one stage of the ring.
@@ -219,8 +270,8 @@ impl LinearVariant {
         (ring.next_multiple_of(128) + self.bytes_beside_ring()).max(tokens * (BLOCK_ROWS + 4) * 4)
     }
 
-    /// The bytes of registers that may be spilled. With 64 tokens and float sums, two blocks of 128 registers per thread
-    /// were 15 % faster on an H200 than one.
+    /// The bytes of registers that may be spilled. With 64 tokens and float sums, two blocks of 128 registers per
+    /// thread were 15 % faster on an H200 than one.
     pub(super) fn spill_bytes(&self) -> u32 {
         let is_crowded = self.shape.token_tiles == MANY_TILES && self.shape.blocks == 2 && !self.scheme.whole;
         if is_crowded { 24 } else { 0 }
@@ -235,22 +286,24 @@ impl LinearVariant {
     /// memory, and otherwise the largest that fits. With many tokens, one block may compute all chunks one after
     /// another.
     pub fn choose(scheme: KernelScheme, shape: [usize; 2], m: usize, device: &PlanLimits) -> Self {
-        Self::of_products(scheme, shape, [1, m], false, device)
+        Self::of_products(scheme, shape, [1, m], false, None, device)
     }
 
     /// Chooses the variant for `rows` rows of results, which a routing distributes among at most `experts` experts: the
-    /// smallest shape that most experts fill at most once if the routing is uniform.
+    /// smallest shape that most experts fill at most once if the routing is uniform. If there is a gate, `shape` is
+    /// that of one of the two matrices.
     pub fn choose_experts(
         scheme: KernelScheme,
         shape: [usize; 2],
         [experts, rows]: [usize; 2],
+        gate: Option<GateFunction>,
         device: &PlanLimits,
     ) -> Self {
         let experts = experts.min(rows).max(1);
         let mean = rows.div_ceil(experts);
         // Two standard deviations more: an expert's number of rows is about Poisson distributed.
         let most = mean.saturating_add(2 * mean.isqrt()).min(rows);
-        Self::of_products(scheme, shape, [experts, most], true, device)
+        Self::of_products(scheme, shape, [experts, most], true, gate, device)
     }
 
     /// Chooses the variant for a number of products in one launch, each with `m` tokens.
@@ -259,6 +312,7 @@ impl LinearVariant {
         [n, k]: [usize; 2],
         [products, m]: [usize; 2],
         experts: bool,
+        gate: Option<GateFunction>,
         device: &PlanLimits,
     ) -> Self {
         let shapes = if scheme.whole { &SHAPES[..] } else { &SHAPES[..FLOAT_SHAPES] };
@@ -270,7 +324,8 @@ impl LinearVariant {
             // Tiles of 8-bit codes are twice as large, so fewer blocks have enough copies in flight.
             let resident = if scheme.code_bits == 8 { resident.min(2) } else { resident };
             let tokens = 8 * token_warps * token_tiles;
-            let tiles = n.div_ceil(BLOCK_ROWS).saturating_mul(m.div_ceil(tokens)).saturating_mul(products);
+            let tiles =
+                n.div_ceil(features(gate)).saturating_mul(m.div_ceil(tokens)).saturating_mul(products);
             // Integers need no memory for the sums of chunks, so a block computes all chunks even if that leaves some
             // multiprocessors idle.
             let enough = if scheme.whole && tokens == MANY_TOKENS {
@@ -299,7 +354,7 @@ impl LinearVariant {
                 };
                 let shape =
                     BlockShape { row_warps: 4, row_tiles: 2, token_warps, token_tiles, stages: 0, blocks: 1 };
-                let mut variant = Self { scheme, shape, chunks, experts };
+                let mut variant = Self { scheme, shape, chunks, experts, gate };
                 let stage = Self::stage_bytes(&scheme, tokens);
                 let others = variant.bytes_beside_ring();
                 let share = (device.shared_of_multiprocessor / resident).min(device.shared_of_block + SYSTEM);
@@ -316,6 +371,11 @@ impl LinearVariant {
             choice -= 1;
         }
     }
+}
+
+/// Output features per block.
+fn features(gate: Option<GateFunction>) -> usize {
+    if gate.is_some() { BLOCK_ROWS / 2 } else { BLOCK_ROWS }
 }
 
 /// The shared memory in bytes that the system reserves per block.

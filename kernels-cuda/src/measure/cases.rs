@@ -197,6 +197,7 @@ fn activation(rows: RowSource, m: usize, k: usize) -> Result<Case, KernelError> 
                 scales: there(5),
                 row_sums: there(6),
                 group_sums: there(7),
+                count: Region::NONE,
             };
             plan.arguments(&arguments).map(|arguments| arguments.to_vec())
         }),
@@ -220,16 +221,16 @@ fn linear(
         buffer(x, if is_float { Fill::Floats } else { Fill::Random }, false),
         buffer(if is_float { 0 } else { m * 4 }, Fill::Words(0x3c00_0000), false),
         buffer(m * n * 2, Fill::Zeros, false),
-        buffer(plan.workspace_bytes, Fill::Zeros, false),
-        buffer(plan.ticket_bytes, Fill::Zeros, false),
+        buffer(plan.work.workspace_bytes, Fill::Zeros, false),
+        buffer(plan.work.ticket_bytes, Fill::Zeros, false),
     ];
     let sizes: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes).collect();
     Ok(Case {
         name: name.to_owned(),
         shape: format!("{n} x {k}"),
         tokens: m,
-        variant: plan.variant.compiled(),
-        launch: plan.launch,
+        variant: plan.work.variant.compiled(),
+        launch: plan.work.launch,
         bytes: layout.bytes() + x + m * n * 2 + sizes[2],
         operations: 2.0 * m as f64 * n as f64 * k as f64,
         product: if is_float { Product::F16 } else { Product::Int8 },

@@ -90,7 +90,7 @@ fn case(
     // Gate and up read the rows of tokens; down reads the results of gate and up, which have the order of rows.
     let gathers = n < k;
     let x_rows = if gathers { tokens } else { rows };
-    let shape = LinearExpertsShape { experts: EXPERTS, tokens: x_rows, rows };
+    let shape = LinearExpertsShape { experts: EXPERTS, tokens: x_rows, rows, gate: None };
     let plan = LinearExpertsPlan::new(&layout, input, Output::F16, &shape, device)?;
     let [starts, token_of] = routing(tokens);
     let touched = starts.windows(2).filter(|pair| pair[0] < pair[1]).count();
@@ -111,16 +111,16 @@ fn case(
         buffer(x, if is_float { Fill::Floats } else { Fill::Random }, false),
         buffer(if is_float { 0 } else { x_rows * 4 }, Fill::Words(0x3c00_0000), false),
         buffer(rows * n * 2, Fill::Zeros, false),
-        buffer(plan.workspace_bytes, Fill::Zeros, false),
-        buffer(plan.ticket_bytes, Fill::Zeros, false),
+        buffer(plan.work.workspace_bytes, Fill::Zeros, false),
+        buffer(plan.work.ticket_bytes, Fill::Zeros, false),
     ];
     let sizes: Vec<usize> = buffers.iter().map(|buffer| buffer.bytes).collect();
     Ok(Case {
         name: format!("experts_{name}"),
         shape: format!("{EXPERTS} x {n} x {k}"),
         tokens,
-        variant: plan.variant.compiled(),
-        launch: plan.launch,
+        variant: plan.work.variant.compiled(),
+        launch: plan.work.launch,
         bytes: touched * layout.bytes() + sizes[1..8].iter().sum::<usize>(),
         operations: 2.0 * rows as f64 * n as f64 * k as f64,
         product: if is_float { Product::F16 } else { Product::Int8 },
@@ -165,7 +165,7 @@ mod tests {
                 "{touched}"
             );
             let at: Vec<u64> = (1..=case.buffers.len() as u64).map(|i| i << 32).collect();
-            assert_eq!(case.arguments(&at).unwrap().len(), 19);
+            assert_eq!(case.arguments(&at).unwrap().len(), 21);
         }
         for expert in 0..EXPERTS {
             let [starts, token_of] = routing(512);

@@ -257,6 +257,28 @@ fn instructions_stay_within_their_budgets() {
     }
 }
 
+/// The number of rows is in device memory.
+#[test]
+fn rows_beyond_the_count_are_left_out() {
+    if !has_nvrtc() {
+        return;
+    }
+    for (k, group) in [(520, None), (520, Some(96)), (33_000, Some(128))] {
+        let plain = ActivationShape::new(RowSource::Plain, Float::F32, 4, k);
+        let mut problem = Problem::new(ActivationShape { group, ..plain }, 9);
+        for count in [0, 1, 3, 4, 5, u32::MAX] {
+            problem.count = Some(count);
+            let rows: Vec<usize> = (0..4.min(count as usize)).collect();
+            let got = problem.run(&Options::default()).0;
+            if rows.is_empty() {
+                assert!(got.codes.is_empty() && got.scales.is_empty());
+                continue;
+            }
+            assert_eq!(got, problem.only(&rows).expected(), "{count} rows of {k}");
+        }
+    }
+}
+
 #[test]
 fn sums_of_rows_may_be_left_out() {
     if !has_nvrtc() {
@@ -271,10 +293,14 @@ fn sums_of_rows_may_be_left_out() {
 }
 
 fn planted(variant: &Variant, from: &str, to: &str) -> Variant {
-    assert_eq!(variant.source.text.matches(from).count(), 1, "{from:?} occurs once in the text");
-    let text = variant.source.text.replace(from, to);
+    let Source { text, headers, .. } = *variant.source;
+    let texts = headers.iter().map(|header| header.1).chain([text]);
+    let found: usize = texts.map(|text| text.matches(from).count()).sum();
+    assert_eq!(found, 1, "{from:?} occurs once in the source and its headers");
     // Sources are static; the test process is short-lived.
-    let source = Source { name: "planted.cu", text: text.leak(), headers: variant.source.headers };
+    let changed = |text: &str| -> &'static str { text.replace(from, to).leak() };
+    let headers: Vec<_> = headers.iter().map(|&(name, text)| (name, changed(text))).collect();
+    let source = Source { name: "planted.cu", text: changed(text), headers: headers.leak() };
     Variant { source: Box::leak(Box::new(source)), ..variant.clone() }
 }
 
@@ -325,8 +351,9 @@ fn planted_bugs_are_caught() {
     is_found(1024, barrier, "if constexpr (GROUP == 1) {", race, "ld.shared", "shared");
     // Remove the guards at the end of a row, for reads and for writes, and at the end of its last group.
     let outside = &[FaultKind::OutOfBounds];
-    let guard = "if (ALIGNED && at + VECTOR <= k) {\n        u32 words[WORDS];";
-    is_found(1020, guard, "if (ALIGNED) {\n        u32 words[WORDS];", outside, "ld.global", "weight");
+    let words = "\n        u32 words[WORDS];\n#pragma unroll\n        for (int i = 0; i < WORDS; i += 4)";
+    let guard = format!("if (ALIGNED && at + VECTOR <= k) {{{words}");
+    is_found(1020, &guard, &format!("if (ALIGNED) {{{words}"), outside, "ld.global", "weight");
     let guard = "if (at + VECTOR <= k) {\n        if constexpr";
     is_found(1020, guard, "if (true) {\n        if constexpr", outside, "st.global", "codes");
     let guard = "if (g * each + i < all) sum";

@@ -41,6 +41,8 @@ pub struct Problem {
     pub residual: Vec<f32>,
     pub weight: Vec<f32>,
     pub row_sums: bool,
+    /// The number of rows on the device, if it is less than that of the shape.
+    pub count: Option<u32>,
     /// Addresses are odd multiples of it.
     pub align: usize,
 }
@@ -99,7 +101,7 @@ impl Problem {
             RowSource::Plain | RowSource::SiluMul => Float::F32,
         };
         let weight = (0..shape.k).map(|_| round(of_weight, numbers.float() + 1.5)).collect();
-        Self { shape, x, up, residual, weight, row_sums: true, align: 16 }
+        Self { shape, x, up, residual, weight, row_sums: true, count: None, align: 16 }
     }
 
     pub fn only(&self, rows: &[usize]) -> Self {
@@ -155,6 +157,8 @@ impl Problem {
                 }
             }
         }
+        let count =
+            self.count.map_or(Region::NONE, |rows| region(&mut memory, "count", &rows.to_le_bytes(), 4));
         let groups = self.shape.group.map_or(0, |g| k.div_ceil(g));
         let mut output = |name, bytes: usize| Region {
             address: memory.buffer(name, bytes, self.align),
@@ -171,6 +175,7 @@ impl Problem {
             scales: output("scales", m * 4),
             row_sums: if self.row_sums { output("row_sums", m * 4) } else { Region::NONE },
             group_sums: if groups > 0 { output("group_sums", m * groups * 4) } else { Region::NONE },
+            count,
         };
         let arguments = plan.arguments(&at).unwrap().map(|argument| match argument {
             Argument::U64(v) => ptx::Argument::U64(v),
@@ -184,16 +189,19 @@ impl Problem {
             arguments: arguments.to_vec(),
         };
         let report = module(variant).launch(variant.kernel, &launch, &mut memory, options)?;
+        let rows = self.count.map_or(m, |rows| m.min(rows as usize));
         let words = |at: Region| -> Vec<u32> {
             if at == Region::NONE {
                 return Vec::new();
             }
-            let bytes = memory.bytes(at.address).unwrap();
-            bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+            let len = at.bytes as usize / m * rows;
+            let bytes = memory.bytes_written(at.address, |i| i < len).unwrap();
+            bytes[..len].chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
         };
         let signed = |at| words(at).into_iter().map(|w| w as i32).collect();
-        let codes = memory.bytes_written(at.codes.address, |i| i % self.shape.code_stride < k)?;
-        let codes = codes.chunks(self.shape.code_stride).flat_map(|row| row[..k].iter().map(|&c| c as i8));
+        let stride = self.shape.code_stride;
+        let codes = memory.bytes_written(at.codes.address, |i| i / stride < rows && i % stride < k)?;
+        let codes = codes.chunks(stride).take(rows).flat_map(|row| row[..k].iter().map(|&c| c as i8));
         let codes = codes.collect();
         let mut sum = Vec::new();
         if residual != Region::NONE {

@@ -97,14 +97,14 @@ fn bytes_of_a_workspace_are_those_of_the_plan() {
         let case = Case::new([160, 3072], 4, 128, Kind::F16, true, 41);
         let problem = Problem::float(case, InputType::F16, Output::F16, m, Draw::Typical, 43);
         let (plan, counters) = counted(&problem);
-        assert_eq!(plan.launch.grid[1], 4);
+        assert_eq!(plan.work.launch.grid[1], 4);
         let partials = counters.buffers["partials"];
         let expected = plan.traffic().workspace as u64 / 2;
         for way in [partials.read, partials.written] {
             assert_eq!((way.unique_bytes, way.bytes_asked), (expected, expected), "{m} tokens");
             assert_eq!(32 * way.unique_sectors, expected, "{m} tokens");
         }
-        let tickets = 2 * 32 * (plan.launch.grid[0] as u64 * 8).div_ceil(32);
+        let tickets = 2 * 32 * (plan.work.launch.grid[0] as u64 * 8).div_ceil(32);
         let (got, message) = (moved(&counters), plan.traffic().total() as u64);
         assert!((message..=message + tickets + 64).contains(&got), "{m} tokens: {got} for {message}");
     }
@@ -222,7 +222,7 @@ fn instructions_of_a_slot_are_few() {
     for (m, max) in [(1, 620.0), (16, 870.0)] {
         for (name, problem, _) in problems(m) {
             let (plan, counters) = counted(&problem);
-            let slots = (N / 128 * K / 128 * plan.launch.block as usize / 32) as u64;
+            let slots = (N / 128 * K / 128 * plan.work.launch.block as usize / 32) as u64;
             let each = counters.instructions as f64 / slots as f64;
             println!(
                 "{name}, {m} tokens: {each:.0} PTX instructions per warp and slot, with the code around the loop"

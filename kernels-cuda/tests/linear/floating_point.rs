@@ -148,7 +148,7 @@ fn planted() {
     let fp8 = |activation| Problem::one_hot(Case::float([16, 128], E4M3, 128, Kind::F32, 73), activation);
     let found = |problem: &Problem, source: Option<&'static Source>| {
         let plan = plan(problem);
-        let module = compiled(&plan.variant, source);
+        let module = compiled(&plan.work.variant, source);
         wrong_weights(problem, &run(problem, &plan, &module, &Options::default()).unwrap().values)
     };
     let (f16, bf16) = (InputType::F16, InputType::Bf16);

@@ -96,7 +96,7 @@ fn orders_of_blocks_and_warps_change_nothing() {
     }
     for problem in problems(11) {
         let plan = LinearPlan::of_variant(variant(&problem, 11), &problem.layout, 11).unwrap();
-        assert!(plan.launch.grid[1] > 1);
+        assert!(plan.work.launch.grid[1] > 1);
         let expected = bits(&launch(&problem, &plan));
         for (block_order, warp_order) in [
             (BlockOrder::Reverse, WarpOrder::InOrder),

@@ -47,11 +47,11 @@ pub fn compiled(variant: &LinearVariant, source: Option<&'static Source>) -> Mod
 }
 
 pub fn launch(problem: &Problem, plan: &LinearPlan) -> Vec<f32> {
-    run(problem, plan, &module(&plan.variant), &Options::default()).unwrap().values
+    run(problem, plan, &module(&plan.work.variant), &Options::default()).unwrap().values
 }
 
 pub fn launch_with(problem: &Problem, plan: &LinearPlan, options: &Options) -> Outcome {
-    run(problem, plan, &module(&plan.variant), options).unwrap()
+    run(problem, plan, &module(&plan.work.variant), options).unwrap()
 }
 
 /// The addresses of the sections. Each section is a separate buffer, so that reads beyond one are detected.
@@ -94,19 +94,19 @@ pub fn run(
     let x = memory.buffer_from("x", &problem.x, 16);
     let x_scales = floats(&mut memory, "x scales", &problem.x_scales);
     let bias = floats(&mut memory, "bias", problem.bias.as_deref().unwrap_or_default());
-    let each = plan.variant.scheme.output_bytes();
+    let each = plan.work.variant.scheme.output_bytes();
     let (mut partials, mut tickets) = (0, 0);
-    if plan.workspace_bytes > 0 {
-        partials = memory.buffer("partials", plan.workspace_bytes, 256);
-        tickets = memory.buffer_from("tickets", &vec![0; plan.ticket_bytes], 256);
+    if plan.work.workspace_bytes > 0 {
+        partials = memory.buffer("partials", plan.work.workspace_bytes, 256);
+        tickets = memory.buffer_from("tickets", &vec![0; plan.work.ticket_bytes], 256);
     }
     let mut outcome = None;
-    for _ in 0..if plan.workspace_bytes > 0 { 2 } else { 1 } {
+    for _ in 0..if plan.work.workspace_bytes > 0 { 2 } else { 1 } {
         let out = memory.buffer("out", problem.m * n * each, each);
         let launch = Launch {
-            grid: plan.launch.grid,
-            block: [plan.launch.block, 1, 1],
-            dynamic_shared: plan.launch.shared_bytes,
+            grid: plan.work.launch.grid,
+            block: [plan.work.launch.block, 1, 1],
+            dynamic_shared: plan.work.launch.shared_bytes,
             arguments: vec![
                 Argument::U64(codes),
                 Argument::U64(parameters),
@@ -124,7 +124,7 @@ pub fn run(
                 Argument::U32(k as u32),
                 Argument::U32(problem.x_stride as u32),
                 Argument::U32(n as u32),
-                Argument::U32(plan.chunks),
+                Argument::U32(plan.work.chunks),
                 Argument::U32(u32::from(problem.layout.zero_point().unwrap_or(0))),
                 Argument::U32(problem.x_zero as u32),
             ],
@@ -139,7 +139,7 @@ pub fn run(
         }
         outcome = Some(Outcome { values, report });
     }
-    if plan.workspace_bytes > 0 {
+    if plan.work.workspace_bytes > 0 {
         assert!(memory.bytes(tickets)?.iter().all(|&b| b == 0), "tickets were not reset to 0");
     }
     Ok(outcome.unwrap())

@@ -33,13 +33,18 @@ fn problem(m: usize, k: usize) -> (Problem, LinearPlan) {
     let problem = Problem::float(case, InputType::F16, Output::F32, m, Draw::Typical, 32);
     let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, m, &DEVICE).unwrap();
     // Several chunks, except in short rows.
-    assert_eq!((plan.chunks > 1, plan.launch.grid[1]), (k > 1000, plan.chunks), "{}", plan.variant.name());
+    assert_eq!(
+        (plan.work.chunks > 1, plan.work.launch.grid[1]),
+        (k > 1000, plan.work.chunks),
+        "{}",
+        plan.work.variant.name()
+    );
     (problem, plan)
 }
 
 fn outcome(places: &[[&str; 2]], m: usize, k: usize) -> Result<(Vec<f32>, Counters), Box<Fault>> {
     let (problem, plan) = problem(m, k);
-    let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));
+    let module = compiled(&plan.work.variant, Some(changed(&SOURCE, places)));
     // No warp gets far ahead of the others.
     let options =
         Options { warp_order: WarpOrder::RoundRobin, max_instructions: 3_000_000, ..Options::default() };
@@ -119,7 +124,7 @@ fn a_missing_guard_of_rows() {
 
 #[test]
 fn a_missing_guard_of_rows_of_weights() {
-    let without = [["bool there = i * CODES_BLOCKS < from.row_blocks;", "bool there = true;"]];
+    let without = [["bool there = own * CODES_BLOCKS < from.row_blocks;", "bool there = true;"]];
     is_found(&without, &[FaultKind::OutOfBounds], "cp.async", "codes");
 }
 
@@ -153,7 +158,7 @@ fn a_missing_guard_of_results() {
 #[test]
 fn a_missing_barrier_behind_the_ring() {
     let without = [["    // Shared memory is free for other data from here on.\n    __syncthreads();\n", ""]];
-    assert_eq!(problem(13, 512).1.variant.shape.stages, 3);
+    assert_eq!(problem(13, 512).1.work.variant.shape.stages, 3);
     is_found_of(&without, 13, 512, &[FaultKind::SharedRace], "st.shared", "shared");
 }
 
@@ -232,9 +237,9 @@ fn many_tokens() {
     let case = Case::new([133, 1160], 8, 1160, Kind::F32, true, 31);
     let problem = Problem::int8(case, Output::F32, 70, None, Draw::Typical, 32);
     let plan = LinearPlan::new(&problem.layout, problem.activation, problem.output, 70, &DEVICE).unwrap();
-    assert_eq!((plan.variant.shape.threads(), plan.variant.shape.tokens()), (256, 128));
+    assert_eq!((plan.work.variant.shape.threads(), plan.work.variant.shape.tokens()), (256, 128));
     let found = |places: &[[&str; 2]]| {
-        let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));
+        let module = compiled(&plan.work.variant, Some(changed(&SOURCE, places)));
         match run(&problem, &plan, &module, &Options::default()) {
             Err(Error::Fault(fault)) => Some((fault.kind, fault.buffer.unwrap_or_default())),
             Err(other) => panic!("{other}"),

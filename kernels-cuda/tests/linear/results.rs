@@ -174,7 +174,7 @@ fn many_tokens() {
     for problem in [float, whole] {
         let plan =
             LinearPlan::new(&problem.layout, problem.activation, problem.output, problem.m, &DEVICE).unwrap();
-        assert!(problem.m > 8 * plan.variant.shape.tokens(), "{:?}", plan.variant.shape);
+        assert!(problem.m > 8 * plan.work.variant.shape.tokens(), "{:?}", plan.work.variant.shape);
         problem.check(&launch(&problem, &plan));
     }
 }
@@ -196,7 +196,7 @@ fn a_deep_ring() {
         let mut variant = LinearVariant::choose(scheme, problem.case.shape, problem.m, &device);
         variant.shape.stages = 6;
         let plan = LinearPlan::of_variant(variant, &problem.layout, problem.m).unwrap();
-        assert!(problem.layout.tiles().div_ceil(plan.chunks as usize) > 6, "{}", variant.name());
+        assert!(problem.layout.tiles().div_ceil(plan.work.chunks as usize) > 6, "{}", variant.name());
         problem.check(&launch(&problem, &plan));
     }
 }

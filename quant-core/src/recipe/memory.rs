@@ -194,18 +194,17 @@ impl Plan {
         let one_expert = one_expert || experts_apart;
         let work = Workload { residence, experts_apart, ..self.workload(kind) };
         let pieces = self.piece_memory(graph, tokens);
-        let gathering = transforms.iter().map(|t| t.gathering_memory(&work)).max().unwrap_or(0);
-        let searching = transforms.iter().map(|t| t.memory(&work)).max().unwrap_or(0);
-        // A block that a transform has rewritten stays in memory in f32 for the next transform and the rounding. If
-        // experts are processed one at a time, they are rewritten when they are read.
+        // A block that a transform has rewritten stays in memory in f32 for the next transform and the rounding, so the
+        // first transform sees the original. If experts are processed one at a time, they are rewritten when they are
+        // read.
         let weights = graph.linears().map(|(id, _, [n, k], _)| (graph.expert_of(id), (n * k) as u64));
         let is_rewritten = transforms.len() + usize::from(staged) > 1;
         let rewritten = if is_rewritten { 4 * resident(weights, experts_apart) } else { 0 };
-        let mut steps = vec![
-            pieces.saturating_add(gathering).saturating_add(rewritten),
-            searching.saturating_add(rewritten),
-            writing.saturating_add(rewritten),
-        ];
+        let mut steps = vec![pieces, writing.saturating_add(rewritten)];
+        for (i, transform) in transforms.iter().enumerate() {
+            let step = pieces.saturating_add(transform.gathering_memory(&work)).max(transform.memory(&work));
+            steps.push(if i == 0 { step } else { step.saturating_add(rewritten) });
+        }
         if staged {
             let RoundingMemory { gathering, solving } = rounding.memory(&work);
             steps.push(pieces.saturating_add(gathering).saturating_add(rewritten));

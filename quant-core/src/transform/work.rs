@@ -68,10 +68,6 @@ impl Workload<'_> {
     pub(crate) fn weights(&self, id: usize) -> f64 {
         self.shape(id).map(|s| s as f64).iter().product()
     }
-
-    pub(crate) fn all_weights(&self) -> u64 {
-        self.graph.linears().map(|(_, _, [n, k], _)| (n * k) as u64).sum()
-    }
 }
 
 /// The request of a plan, as a step [checks](crate::transform::Transform::check) it.

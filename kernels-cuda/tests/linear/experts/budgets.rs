@@ -86,10 +86,10 @@ fn instructions_are_those_of_single_products_and_a_search() {
             let (mut single, mut warps) = (0, 0);
             for (plan, problem) in &plans {
                 single += launch_with(problem, plan, &Options::default()).report.counters.instructions;
-                warps += plan.launch.grid[0] * plan.launch.block / 32;
+                warps += plan.work.launch.grid[0] * plan.work.launch.block / 32;
             }
             // Blocks of the same shape.
-            let mut variant = plans[0].0.variant;
+            let mut variant = plans[0].0.work.variant;
             variant.experts = true;
             let layout = &layer.experts[0].layout;
             let plan = LinearExpertsPlan::of_variant(variant, layout, &layer.shape()).unwrap();
@@ -116,7 +116,7 @@ fn blocks_without_a_tile_return_at_once() {
         layer.max_rows = 8;
         let plan = layer.plan();
         let counters = layer.launch(&plan, &Options::default()).report.counters;
-        let warps = f64::from(plan.launch.grid[0] * plan.launch.block / 32);
+        let warps = f64::from(plan.work.launch.grid[0] * plan.work.launch.block / 32);
         let each = counters.instructions as f64 / warps;
         println!("{name}: {each:.0} instructions per warp without a tile");
         assert!(each < 150.0, "{name}: {each}");

@@ -1,6 +1,8 @@
 //! Weights of several experts, a routing, and the launch of all their products.
 
 use half::{bf16, f16};
+use quant_kernels_cpu::experts::ExpertGate;
+use quant_kernels_cpu::reference::{clamped_gate, gelu_tanh, silu};
 use quant_kernels_cuda::linear::{LinearExpertsPlan, LinearExpertsShape, LinearPlan, Output};
 
 use crate::DEVICE;
@@ -15,6 +17,8 @@ pub const NO_TOKEN: u32 = u32::MAX;
 pub struct Layer {
     /// Each with the same activations.
     pub experts: Vec<Problem>,
+    /// The function of a gate, whose weights are those of `experts`, and the up projections.
+    pub gate: Option<(ExpertGate, Vec<Problem>)>,
     /// The first row of each expert, and the number of rows.
     pub starts: Vec<u32>,
     pub token_of: Option<Vec<u32>>,
@@ -45,7 +49,19 @@ impl Layer {
         }));
         let max_rows = *starts.last().unwrap() as usize;
         let token_of = (0..max_rows).map(|_| random.below(experts[0].m as u64) as u32).collect();
-        Self { experts, starts, token_of: Some(token_of), factors: None, max_rows, out_gap: 0 }
+        Self { experts, gate: None, starts, token_of: Some(token_of), factors: None, max_rows, out_gap: 0 }
+    }
+
+    /// Adds up projections, which `make` creates as [`new`](Self::new) does.
+    pub fn with_gate(mut self, gate: ExpertGate, make: impl Fn(u64) -> Problem) -> Self {
+        let experts = self.experts.len() as u64;
+        // Others have a bias than those of the gates.
+        let ups = (0..experts).map(|e| make(e + 71)).map(|mut up| {
+            up.bias = up.bias.map(|bias| bias.iter().map(|b| b * 0.5 - 0.25).collect());
+            up
+        });
+        self.gate = Some((gate, ups.collect()));
+        self
     }
 
     pub fn with_factors(mut self, seed: u64) -> Self {
@@ -63,7 +79,12 @@ impl Layer {
     }
 
     pub fn shape(&self) -> LinearExpertsShape {
-        LinearExpertsShape { experts: self.experts.len(), tokens: self.experts[0].m, rows: self.max_rows }
+        LinearExpertsShape {
+            experts: self.experts.len(),
+            tokens: self.experts[0].m,
+            rows: self.max_rows,
+            gate: self.gate.as_ref().map(|(gate, _)| *gate),
+        }
     }
 
     pub fn plan(&self) -> LinearExpertsPlan {
@@ -80,42 +101,51 @@ impl Layer {
         rows.map(token).collect()
     }
 
-    /// The bits of all rows, by a product for each expert, which are also compared with the reference.
+    /// The bits of all rows, by a product for each matrix, which are also compared with the reference.
     pub fn one_by_one(&self) -> Vec<u32> {
+        let product = |problem: &Problem| {
+            let (layout, m) = (&problem.layout, problem.m);
+            let plan = LinearPlan::new(layout, problem.activation, problem.output, m, &DEVICE).unwrap();
+            let values = launch(problem, &plan);
+            problem.check(&values);
+            values
+        };
+        let exact = |problem: &Problem, tokens: &[usize]| {
+            let mut problem = problem.of_tokens(tokens);
+            problem.output = Output::F32;
+            product(&problem)
+        };
         let mut bits = Vec::new();
         for (e, expert) in self.experts.iter().enumerate() {
             let tokens = self.tokens(e);
             if tokens.is_empty() {
                 continue;
             }
-            let mut problem = expert.of_tokens(&tokens);
-            let product = |problem: &Problem| {
-                let (layout, m) = (&problem.layout, problem.m);
-                let plan = LinearPlan::new(layout, problem.activation, problem.output, m, &DEVICE).unwrap();
-                let values = launch(problem, &plan);
-                problem.check(&values);
-                values
-            };
-            let Some(factors) = &self.factors else {
-                bits.extend(product(&problem).iter().map(|v| v.to_bits()));
+            if self.gate.is_none() && self.factors.is_none() {
+                bits.extend(product(&expert.of_tokens(&tokens)).iter().map(|v| v.to_bits()));
                 continue;
-            };
-            // The product with the factor is rounded once.
-            let output = std::mem::replace(&mut problem.output, Output::F32);
-            let factors = &factors[self.starts[e] as usize..];
-            bits.extend(product(&problem).chunks(self.n()).zip(factors).flat_map(|(row, factor)| {
-                row.iter().map(move |v| match output {
-                    Output::F16 => f16::from_f32(v * factor).to_f32().to_bits(),
-                    Output::Bf16 => bf16::from_f32(v * factor).to_f32().to_bits(),
-                    Output::F32 => (v * factor).to_bits(),
-                })
+            }
+            // Results are rounded to the output's type only once, after the gate and the factor.
+            let mut values = exact(expert, &tokens);
+            if let Some((gate, ups)) = &self.gate {
+                let ups = exact(&ups[e], &tokens);
+                values.iter_mut().zip(ups).for_each(|(value, up)| *value = gated(*gate, *value, up));
+            }
+            if let Some(factors) = &self.factors {
+                let rows = values.chunks_mut(self.n()).zip(&factors[self.starts[e] as usize..]);
+                rows.for_each(|(row, factor)| row.iter_mut().for_each(|value| *value *= factor));
+            }
+            bits.extend(values.iter().map(|&v| match expert.output {
+                Output::F16 => f16::from_f32(v).to_f32().to_bits(),
+                Output::Bf16 => bf16::from_f32(v).to_f32().to_bits(),
+                Output::F32 => v.to_bits(),
             }));
         }
         bits
     }
 
     pub fn launch(&self, plan: &LinearExpertsPlan, options: &Options) -> Outcome {
-        self.run(plan, &module(&plan.variant), options).unwrap()
+        self.run(plan, &module(&plan.work.variant), options).unwrap()
     }
 
     /// The bits of all rows, by the planned launch.
@@ -136,9 +166,11 @@ impl Layer {
     ) -> Result<Outcome, Error> {
         let mut memory = Memory::new();
         let (n, first) = (self.n(), &self.experts[0]);
-        let descriptors: Vec<u8> = self
-            .experts
-            .iter()
+        let ups = self.gate.as_ref().map_or(&[][..], |(_, ups)| ups);
+        let matrices = self.experts.iter().enumerate();
+        let descriptors: Vec<u8> = matrices
+            .flat_map(|(e, expert)| [Some(expert), ups.get(e)])
+            .flatten()
             .flat_map(|expert| {
                 let [codes, parameters, scales, zeros, sums] = sections(&mut memory, expert);
                 let bias = floats(&mut memory, "bias", expert.bias.as_deref().unwrap_or_default());
@@ -156,19 +188,23 @@ impl Layer {
         let x = memory.buffer_from("x", &first.x, 16);
         let x_scales = floats(&mut memory, "x scales", &first.x_scales);
         let (mut partials, mut tickets) = (0, 0);
-        if plan.workspace_bytes > 0 {
-            partials = memory.buffer("partials", plan.workspace_bytes, 256);
-            tickets = memory.buffer_from("tickets", &vec![0; plan.ticket_bytes], 256);
+        if plan.work.workspace_bytes > 0 {
+            partials = memory.buffer("partials", plan.work.workspace_bytes, 256);
+            tickets = memory.buffer_from("tickets", &vec![0; plan.work.ticket_bytes], 256);
         }
-        let (each, stride) = (plan.variant.scheme.output_bytes(), n + self.out_gap);
+        let numbers = match self.gate {
+            Some((ExpertGate::Clamped { alpha, limit }, _)) => [alpha, limit],
+            _ => [f32::NAN; 2],
+        };
+        let (each, stride) = (plan.work.variant.scheme.output_bytes(), n + self.out_gap);
         let rows = self.rows().min(self.max_rows);
         let mut outcome: Option<Outcome> = None;
-        for _ in 0..if plan.workspace_bytes > 0 { 2 } else { 1 } {
+        for _ in 0..if plan.work.workspace_bytes > 0 { 2 } else { 1 } {
             let out = memory.buffer("out", self.max_rows * stride * each, each);
             let launch = Launch {
-                grid: plan.launch.grid,
-                block: [plan.launch.block, 1, 1],
-                dynamic_shared: plan.launch.shared_bytes,
+                grid: plan.work.launch.grid,
+                block: [plan.work.launch.block, 1, 1],
+                dynamic_shared: plan.work.launch.shared_bytes,
                 arguments: vec![
                     Argument::U64(experts),
                     Argument::U64(starts),
@@ -186,9 +222,11 @@ impl Layer {
                     Argument::U32(first.case.shape[1] as u32),
                     Argument::U32(first.x_stride as u32),
                     Argument::U32(stride as u32),
-                    Argument::U32(plan.chunks),
+                    Argument::U32(plan.work.chunks),
                     Argument::U32(u32::from(first.layout.zero_point().unwrap_or(0))),
                     Argument::U32(first.x_zero as u32),
+                    Argument::F32(numbers[0]),
+                    Argument::F32(numbers[1]),
                 ],
             };
             let report = module.launch("linear_experts", &launch, &mut memory, options)?;
@@ -203,9 +241,19 @@ impl Layer {
             }
             outcome = Some(Outcome { values, report });
         }
-        if plan.workspace_bytes > 0 {
+        if plan.work.workspace_bytes > 0 {
             assert!(memory.bytes(tickets)?.iter().all(|&b| b == 0), "tickets were not reset to 0");
         }
         Ok(outcome.unwrap())
+    }
+}
+
+/// The definition of a gate.
+pub fn gated(gate: ExpertGate, g: f32, u: f32) -> f32 {
+    match gate {
+        ExpertGate::Silu => silu(g) * u,
+        ExpertGate::GeluTanh => gelu_tanh(g) * u,
+        ExpertGate::Clamped { alpha, limit } => clamped_gate(g, u, alpha, limit),
+        other => panic!("no definition of {other:?}"),
     }
 }

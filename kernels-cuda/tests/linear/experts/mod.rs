@@ -2,6 +2,7 @@
 //! routing.
 
 mod budgets;
+mod gates;
 mod layer;
 mod planted;
 
@@ -72,7 +73,12 @@ fn check(schemes: &[Scheme]) {
             }
             let plan = layer.plan();
             plan.check_routing(&layer.starts, layer.token_of.as_deref()).unwrap();
-            assert_eq!(layer.bits(&plan), layer.one_by_one(), "{scheme:?} {shape:?} {}", plan.variant.name());
+            assert_eq!(
+                layer.bits(&plan),
+                layer.one_by_one(),
+                "{scheme:?} {shape:?} {}",
+                plan.work.variant.name()
+            );
         }
     }
 }
@@ -144,25 +150,30 @@ fn every_block_gives_the_same_bits() {
     let shape = [136, 2176];
     assert_eq!(Parts::of(shape), Parts { chunks: 4 });
     for layer in layers(&[5, 0, 21, 1], shape, 11) {
-        let expected = layer.one_by_one();
-        let planned = layer.plan().variant;
-        let mut seen = Vec::new();
-        for m in [1, 9, 17, 33, 65] {
-            let of = LinearVariant::choose_experts(planned.scheme, shape, [1, m], &crate::DEVICE);
-            for chunks in [Chunks::Blocks, Chunks::Registers, Chunks::Shared] {
-                let mut variant = of;
-                variant.chunks = chunks;
-                if seen.contains(&variant) || variant.shared_bytes() > crate::DEVICE.shared_of_block {
-                    continue;
-                }
-                seen.push(variant);
-                let plan =
-                    LinearExpertsPlan::of_variant(variant, &layer.experts[0].layout, &layer.shape()).unwrap();
-                assert_eq!(layer.bits(&plan), expected, "{}", variant.name());
-            }
-        }
-        assert!(seen.len() >= 8, "{}", seen.len());
+        every_block(&layer, shape);
     }
+}
+
+/// Blocks of all shapes give the bits of single products.
+fn every_block(layer: &Layer, shape: [usize; 2]) {
+    let expected = layer.one_by_one();
+    let planned = layer.plan().work.variant;
+    let mut seen = Vec::new();
+    for m in [1, 9, 17, 33, 65] {
+        let of = LinearVariant::choose_experts(planned.scheme, shape, [1, m], planned.gate, &crate::DEVICE);
+        for chunks in [Chunks::Blocks, Chunks::Registers, Chunks::Shared] {
+            let mut variant = of;
+            variant.chunks = chunks;
+            if seen.contains(&variant) || variant.shared_bytes() > crate::DEVICE.shared_of_block {
+                continue;
+            }
+            seen.push(variant);
+            let plan =
+                LinearExpertsPlan::of_variant(variant, &layer.experts[0].layout, &layer.shape()).unwrap();
+            assert_eq!(layer.bits(&plan), expected, "{}", variant.name());
+        }
+    }
+    assert!(seen.len() >= 8, "{}", seen.len());
 }
 
 #[test]
@@ -192,10 +203,10 @@ fn many_experts_with_one_row() {
         assert_eq!(counts.iter().max(), Some(&1));
         let scheme = KINDS[rows % 4];
         let mut layer = Layer::new(&counts, 5, |e| product(scheme, [24, 256], Output::F16, 9, e));
-        let all = layer.plan().launch.grid[0] as usize;
+        let all = layer.plan().work.launch.grid[0] as usize;
         layer.max_rows = rows + 60;
         let plan = layer.plan();
-        assert!(plan.launch.grid[0] as usize > all);
+        assert!(plan.work.launch.grid[0] as usize > all);
         assert_eq!(layer.bits(&plan), layer.one_by_one(), "{experts} experts, {rows} rows");
     }
 }
@@ -206,9 +217,9 @@ fn no_rows_are_no_results() {
         return;
     }
     for mut layer in layers(&[0, 0, 0], [40, 1152], 3) {
-        assert_eq!(layer.plan().launch.grid[0], 0);
+        assert_eq!(layer.plan().work.launch.grid[0], 0);
         layer.max_rows = 5;
-        assert!(layer.plan().launch.grid[0] > 0 && layer.at_once().is_empty());
+        assert!(layer.plan().work.launch.grid[0] > 0 && layer.at_once().is_empty());
     }
 }
 
@@ -306,7 +317,7 @@ fn orders_of_blocks_and_warps_change_nothing() {
     }
     for layer in layers(&[3, 0, 18, 2], [136, 2176], 6) {
         let plan = layer.plan();
-        assert!(plan.launch.grid[1] > 1);
+        assert!(plan.work.launch.grid[1] > 1);
         let expected = layer.bits(&plan);
         for (block_order, warp_order) in [
             (BlockOrder::Reverse, WarpOrder::InOrder),

@@ -21,8 +21,12 @@ fn layer(input: InputType) -> Layer {
 
 fn outcome(layer: &Layer, places: &[[&str; 2]]) -> Result<Vec<f32>, Box<Fault>> {
     let plan = layer.plan();
-    assert!(plan.chunks > 1 && plan.launch.grid[1] == plan.chunks, "{}", plan.variant.name());
-    let module = compiled(&plan.variant, Some(changed(&SOURCE, places)));
+    assert!(
+        plan.work.chunks > 1 && plan.work.launch.grid[1] == plan.work.chunks,
+        "{}",
+        plan.work.variant.name()
+    );
+    let module = compiled(&plan.work.variant, Some(changed(&SOURCE, places)));
     let options =
         Options { warp_order: WarpOrder::RoundRobin, max_instructions: 6_000_000, ..Options::default() };
     match layer.run(&plan, &module, &options) {
@@ -137,8 +141,8 @@ fn wrong_experts_tiles_and_tokens() {
     for place in [
         // The weights of a different expert.
         [
-            "const Expert &expert = experts[place.expert];",
-            "const Expert &expert = experts[place.expert ^ 1];",
+            "const Expert &expert = experts[MATRICES * place.expert],",
+            "const Expert &expert = experts[place.expert ^ 1],",
         ],
         // The first token for all rows.
         ["offset = (u64)from.token_of[i] *", "offset = (u64)(from.token_of[i] & 0) *"],

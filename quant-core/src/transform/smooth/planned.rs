@@ -69,11 +69,20 @@ fn check_maxima(context: &StepContext<'_>, layer: usize) -> Result<()> {
 }
 
 impl Smoothing {
-    /// The memory for a candidate's block and the previous candidate's block, parts of which are reused.
+    /// The memory for a candidate's block, of which the parts that the next candidate does not change are reused: codes
+    /// and scales of quantized linears, other linears in f32, and the floats from which a linear is quantized.
     pub(super) fn memory(self, work: &Workload<'_>) -> u64 {
         match ExpertOrder::of(work.graph).filter(|_| work.experts_apart) {
             _ if !self.is_searched() => 0,
-            None => 5 * work.all_weights(),
+            None => {
+                let weights = |[n, k]: [usize; 2]| (n * k) as u64;
+                let kept = work.graph.linears().map(|(node, _, shape, _)| match work.schemes.get(&node) {
+                    Some(_) => weights(shape) + weights(shape) / 4,
+                    None => 4 * weights(shape),
+                });
+                let largest = work.graph.linears().map(|(.., shape, _)| weights(shape)).max().unwrap_or(0);
+                kept.sum::<u64>() + 8 * largest
+            }
             Some(order) => self.memory_by_expert(work, &order),
         }
     }
