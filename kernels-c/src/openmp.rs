@@ -91,7 +91,8 @@ mod tests {
 
     unsafe extern "C" fn count(work: *mut c_void, index: usize) {
         // SAFETY: `pieces_run_once_each` passes a pointer to five counters that outlive the calls.
-        unsafe { &*work.cast_const().cast::<[AtomicUsize; 5]>() }[index].fetch_add(1, Ordering::Relaxed);
+        let counts = unsafe { &*work.cast_const().cast::<[AtomicUsize; 5]>() };
+        counts[index].fetch_add(1, Ordering::Relaxed);
     }
 
     #[test]
