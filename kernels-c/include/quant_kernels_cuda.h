@@ -586,8 +586,8 @@ qz1_status qz1_cuda_linear_launch(const struct qz1_cuda_plan *plan,
                                   void *stream,
                                   const qz1_message *message);
 
-// Writes the descriptors of a layer's experts to `out`: `QZ1_CUDA_EXPERT_BYTES · count` bytes of host memory, which the
-// caller copies to the device for `qz1_cuda_experts_launch`. They remain valid while the weights stay at these
+// Writes the descriptors of a layer's experts to `out`: `QZ1_CUDA_EXPERT_BYTES · count` bytes of host memory, which
+// the caller copies to the device for `qz1_cuda_experts_launch`. They remain valid while the weights stay at these
 // addresses. Needs no driver.
 qz1_status qz1_cuda_experts_describe(const struct qz1_cuda_layout *gate_up_layout,
                                      const struct qz1_cuda_layout *down_layout,
@@ -604,8 +604,8 @@ qz1_status qz1_cuda_experts_plan(const struct qz1_cuda_kernels *kernels,
                                  struct qz1_cuda_plan **out,
                                  const qz1_message *message);
 
-// Launches the experts of a layer. A token's terms are rounded and added in the order of experts; tokens without experts
-// get zeros.
+// Launches the experts of a layer. A token's terms are rounded and added in the order of experts; tokens without
+// experts get zeros.
 qz1_status qz1_cuda_experts_launch(const struct qz1_cuda_plan *plan,
                                    const struct qz1_cuda_experts_arguments *arguments,
                                    void *stream,
