@@ -447,8 +447,7 @@ pub(super) unsafe fn join<L: ValueLanes>(
             return other;
         }
         let max = if other.max > mass.max { other.max } else { mass.max };
-        let by = |m: f32| exp::<L>(L::splat_f32(m - max));
-        let (left, right) = (by(mass.max), by(other.max));
+        let (left, right) = (exp::<L>(L::splat_f32(mass.max - max)), exp::<L>(L::splat_f32(other.max - max)));
         for i in (0..head_dim).step_by(PANEL_ROWS) {
             let (a, b) = (L::load_f32(out.add(i).cast()), L::load_f32(part.add(i).cast()));
             L::store_f32(out.add(i), L::fma(a, left, L::mul_f32(b, right)));

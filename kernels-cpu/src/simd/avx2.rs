@@ -301,19 +301,20 @@ macro_rules! lanes {
                 let (unit, width) = (codes::unit(CODES), codes::bits(CODES) - 4);
                 // SAFETY: the contract of `Lanes`.
                 unsafe {
-                    let (low, high) = (Self::codes4(at.add(64 * step)), load(at.add(64 * unit)));
+                    let (mut both, high) = (Self::codes4(at.add(64 * step)), load(at.add(64 * unit)));
                     let mask = _mm256_set1_epi8((((1 << width) - 1) << 4) as i8);
-                    let with_high = |low: __m256i, high: __m256i, half: usize| {
-                        let high = match (2 * step + half) * width {
-                            shift @ 0..4 => _mm256_sll_epi16(high, _mm_cvtsi32_si128(4 - shift as i32)),
-                            4 => high,
-                            shift => _mm256_srl_epi16(high, _mm_cvtsi32_si128(shift as i32 - 4)),
-                        };
-                        _mm256_or_si256(low, _mm256_and_si256(high, mask))
-                    };
-                    let half =
-                        |i: usize| [with_high(low[i][0], high[0], i), with_high(low[i][1], high[1], i)];
-                    [half(0), half(1)]
+                    // Not closures: those that are called twice might not be inlined, and would lack the instructions.
+                    for (half, codes) in both.iter_mut().enumerate() {
+                        for (codes, high) in codes.iter_mut().zip(high) {
+                            let high = match (2 * step + half) * width {
+                                shift @ 0..4 => _mm256_sll_epi16(high, _mm_cvtsi32_si128(4 - shift as i32)),
+                                4 => high,
+                                shift => _mm256_srl_epi16(high, _mm_cvtsi32_si128(shift as i32 - 4)),
+                            };
+                            *codes = _mm256_or_si256(*codes, _mm256_and_si256(high, mask));
+                        }
+                    }
+                    both
                 }
             }
             #[inline(always)]

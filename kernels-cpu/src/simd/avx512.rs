@@ -216,16 +216,18 @@ macro_rules! lanes {
                     let low = Self::codes4(at.add(64 * step));
                     let high = _mm512_loadu_si512(at.add(64 * unit).cast());
                     let mask = _mm512_set1_epi8((((1 << width) - 1) << 4) as i8);
-                    let with_high = |low: __m512i, half: usize| {
+                    // Not a closure: one that is called twice might not be inlined, and would lack the instructions.
+                    let mut both = low;
+                    for (half, codes) in both.iter_mut().enumerate() {
                         let high = match (2 * step + half) * width {
                             shift @ 0..4 => _mm512_sll_epi16(high, _mm_cvtsi32_si128(4 - shift as i32)),
                             4 => high,
                             shift => _mm512_srl_epi16(high, _mm_cvtsi32_si128(shift as i32 - 4)),
                         };
-                        // low | high & mask
-                        _mm512_ternarylogic_epi32::<0xf8>(low, high, mask)
-                    };
-                    [with_high(low[0], 0), with_high(low[1], 1)]
+                        // codes | high & mask
+                        *codes = _mm512_ternarylogic_epi32::<0xf8>(*codes, high, mask);
+                    }
+                    both
                 }
             }
             #[inline(always)]
@@ -376,11 +378,12 @@ impl FloatLanes for Avx512Bf16 {
             // With units of steps, parts count through all of their steps.
             let (step, part) = (part / Self::PARTS, part % Self::PARTS);
             let first = STEP * step + 4 * (part % 2) + part / 2;
-            let float = |feature| {
-                let code = Self::code::<CODES>(at, feature);
-                _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(code, table.1)))
-            };
-            let (even, odd) = (float(first), float(first + 2));
+            // Not a closure: one that is called twice might not be inlined, and would lack the instructions.
+            let mut pair = [Self::code::<CODES>(at, first), Self::code::<CODES>(at, first + 2)];
+            for code in &mut pair {
+                *code = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(*code, table.1)));
+            }
+            let [even, odd] = pair;
             bf16(_mm512_or_si512(_mm512_srli_epi32::<16>(even), odd))
         }
     }
