@@ -264,7 +264,7 @@ def score(check, llama_cpp):
     """Scores a quantized file after llama.cpp itself dequantized it, so that neither program rounds activations."""
     at = check.scratch
     packed = quantize(check, check.model("demo"), at / "packed.gguf", "--scheme", "q4_k_m")
-    floats = llama_quantize(llama_cpp, packed, at / "floats.gguf", "F32", "--allow-requantize")
+    floats = llama_quantize(llama_cpp, packed, at / "dequantized.gguf", "F32", "--allow-requantize")
     text = check.text("demo")
     theirs, ours = perplexities(check, llama_cpp, floats, text, 256, 4)
     packed_ours = json.loads(check.program("quant", "eval", packed, "--text", text, "--profile", "llamacpp-256",

@@ -41,6 +41,7 @@ mod progress;
 #[cfg(feature = "write")]
 mod publish;
 mod repository;
+#[cfg(feature = "write")]
 mod seal;
 mod shard_index;
 mod shards;
@@ -86,6 +87,7 @@ pub use prepared::Prepared;
 #[cfg(feature = "write")]
 pub use publish::Published;
 pub use repository::{WantedFiles, shards_of_index, wanted_files};
+#[cfg(feature = "write")]
 pub use seal::{UNSEALED, seal};
 pub use shards::ShardedCheckpoint;
 pub use strict_json::parse as parse_strictly;

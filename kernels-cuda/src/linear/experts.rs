@@ -325,6 +325,24 @@ mod tests {
         LinearExpertsPlan::new(&layout(), InputType::F16, Output::F16, &shape, &device)
     }
 
+    /// Regions for 3 tokens and 6 rows, with this many descriptors of experts.
+    fn regions(plan: &LinearExpertsPlan, descriptors: usize) -> LinearExpertsArguments {
+        LinearExpertsArguments {
+            experts: region(0x10, descriptors * EXPERT_BYTES),
+            starts: region(0x4, 20),
+            token_of: region(0x4, 24),
+            factors: region(0x4, 24),
+            x: region(0x10, 3 * 4096),
+            x_stride: 2048,
+            x_scales: Region::NONE,
+            x_zero: 0,
+            out: region(0x2, 6 * 1536),
+            out_stride: 768,
+            tickets: region(0x100, plan.work.ticket_bytes),
+            workspace: region(0x200, plan.work.workspace_bytes),
+        }
+    }
+
     #[test]
     fn the_grid_has_the_tiles_of_every_routing() {
         let row_tiles = 6;
@@ -390,20 +408,7 @@ mod tests {
         let shape = LinearExpertsShape { experts: 4, tokens: 3, rows: 6, gate: Some(ExpertGate::Silu) };
         let other = LinearExpertsPlan::of_variant(plan.work.variant, &layout(), &shape).unwrap_err();
         assert_eq!(other, KernelError::Scheme("the kernel variant is for experts with a different gate"));
-        let at = LinearExpertsArguments {
-            experts: region(0x10, 8 * EXPERT_BYTES),
-            starts: region(0x4, 20),
-            token_of: region(0x4, 24),
-            factors: Region::NONE,
-            x: region(0x10, 3 * 4096),
-            x_stride: 2048,
-            x_scales: Region::NONE,
-            x_zero: 0,
-            out: region(0x2, 6 * 1536),
-            out_stride: 768,
-            tickets: region(0x100, plan.work.ticket_bytes),
-            workspace: region(0x200, plan.work.workspace_bytes),
-        };
+        let at = LinearExpertsArguments { factors: Region::NONE, ..regions(&plan, 8) };
         let arguments = plan.arguments(&at).unwrap();
         assert_eq!(arguments[19..], [Argument::F32(1.5), Argument::F32(7.0)]);
         let few = LinearExpertsArguments { experts: region(0x10, 8 * EXPERT_BYTES - 1), ..at };
@@ -459,20 +464,7 @@ mod tests {
     #[test]
     fn mismatched_arguments_are_reported() {
         let plan = plan(4, 3, 6).unwrap();
-        let good = LinearExpertsArguments {
-            experts: region(0x10, 4 * EXPERT_BYTES),
-            starts: region(0x4, 20),
-            token_of: region(0x4, 24),
-            factors: region(0x4, 24),
-            x: region(0x10, 3 * 4096),
-            x_stride: 2048,
-            x_scales: Region::NONE,
-            x_zero: 0,
-            out: region(0x2, 6 * 1536),
-            out_stride: 768,
-            tickets: region(0x100, plan.work.ticket_bytes),
-            workspace: region(0x200, plan.work.workspace_bytes),
-        };
+        let good = regions(&plan, 4);
         let arguments = plan.arguments(&good).unwrap();
         assert_eq!(arguments[9..13], [4, 6, 3, 768].map(Argument::U32));
         assert!(plan.arguments(&LinearExpertsArguments { factors: Region::NONE, ..good }).is_ok());

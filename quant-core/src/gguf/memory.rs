@@ -45,7 +45,7 @@ impl Passes<'_> {
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         let at_a_time = CHUNK_TOKENS.max(self.sampling.length as u64).min(self.tokens().max(1));
         let sums: u64 = input_widths(kind).map(|k| 8 * k).sum();
-        (16 * widest).saturating_mul(at_a_time).saturating_add(sums)
+        (12 * widest).saturating_mul(at_a_time).saturating_add(sums)
     }
 
     /// The bytes that the passes through a block need, and with compensated errors those of writing it.
@@ -77,7 +77,9 @@ impl Passes<'_> {
             let factoring = |k| Hessian::peak_bytes(k).saturating_sub(Hessian::kept_bytes(k));
             let factoring = weights.saturating_add(input_widths(kind).map(factoring).max().unwrap_or(0));
             // Tensors are written while the states and the factors are in memory.
-            let solving = passing(weights).max(factoring).max(writing);
+            let adding = input_widths(kind).map(Hessian::adding_bytes).max().unwrap_or(0);
+            let gathering = passing(weights).saturating_add(adding);
+            let solving = gathering.max(factoring).max(writing);
             most = most.max(kept.saturating_add(solving));
         }
         self.states(kind).saturating_add(most)

@@ -75,6 +75,12 @@ impl Hessian {
         Self::triangle_bytes(channels).saturating_add(4 * PANEL as u64 * channels)
     }
 
+    /// The memory in bytes for adding rows: on each thread, a tile of the product, and its operands packed for it.
+    pub fn adding_bytes(channels: u64) -> u64 {
+        let tile = 4 * TILE as u64 * channels;
+        (2 * tile).saturating_mul(rayon::current_num_threads() as u64)
+    }
+
     /// The peak memory in bytes of a Hessian and its factor.
     pub fn peak_bytes(channels: u64) -> u64 {
         let triangles = Self::triangle_bytes(channels).saturating_mul(2);
