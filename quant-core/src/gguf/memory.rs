@@ -42,10 +42,13 @@ impl Passes<'_> {
     /// The bytes of the values between linears, and of the sums of the inputs of linears.
     fn step(&self, kind: &BlockKind<'_>) -> u64 {
         let graph = kind.graph;
+        // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
+        // linears. The block's input is also in memory as it was read, and its output before it is written.
         let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
+        let values = widest + graph.width(graph.input()) as u64;
         let at_a_time = CHUNK_TOKENS.max(self.sampling.length as u64).min(self.tokens().max(1));
         let sums: u64 = input_widths(kind).map(|k| 8 * k).sum();
-        (12 * widest).saturating_mul(at_a_time).saturating_add(sums)
+        (12 * values).saturating_mul(at_a_time).saturating_add(sums)
     }
 
     /// The bytes that the passes through a block need, and with compensated errors those of writing it.
