@@ -16,7 +16,7 @@ pub struct GgufOptions {
     /// Choose scales exactly as llama-quantize does, instead of with the search that gives a smaller error
     #[arg(long, hide_short_help = true, help_heading = "GGUF")]
     pub reference_search: bool,
-    /// Weigh errors by the importance matrix in FILE (GGUF or .dat); with --calibration, one is computed instead
+    /// Weigh errors by the importance matrix in FILE (GGUF or .dat), instead of computing one with --calibration
     #[arg(long, hide_short_help = true, value_name = "FILE", help_heading = "GGUF")]
     pub imatrix: Option<PathBuf>,
     /// Write the computed importance matrix to FILE, as GGUF or, if its name ends in .dat, in the older format

@@ -197,7 +197,6 @@ fn requests_that_cannot_be_met() {
     for (options, expected) in [
         (&["--scheme", "q4_k_x"][..], "unknown GGUF quantization type or mixture"),
         (&["--scheme", "w4a16"], "unknown GGUF quantization type or mixture"),
-        (&["--scheme", "q4_k"], "choose one of Q4_K_S, Q4_K_M"),
         (&["--scheme", "iq1_s"], "the GGUF quantization type IQ1_S is not supported"),
         (&["--override", "ffn_down=q9"], "unknown GGUF tensor type"),
         (&["--override", "ffn_sideways=q8_0"], "matches no linear"),
@@ -358,9 +357,19 @@ fn pre_tokenizers_are_found_or_named_and_chat_templates_kept() {
     let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
     std::fs::write(model.join("chat_template.jinja"), template).unwrap();
     let written = |name: &str, options: &[&str]| {
-        quant(quantize(&model, &at(name), &[&["--scheme", "q8_0"], options].concat())).succeeded();
+        let run = quant(quantize(&model, &at(name), &[&["--scheme", "q8_0"], options].concat())).succeeded();
+        for (named, contradicts) in [("deepseek-coder", true), ("starcoder", false)] {
+            if options.contains(&named) {
+                let noted = run.stderr.contains("but the tokenizer has the steps of smollm");
+                assert!(
+                    run.stderr.contains(&format!("{named}, as requested")) && noted == contradicts,
+                    "{run}"
+                );
+            }
+        }
         std::fs::read(at(name)).unwrap()
     };
+    written("alike.gguf", &["--pre", "starcoder"]);
     let has = |bytes: &[u8], key: &str, value: &str| {
         let mut entry = key.as_bytes().to_vec();
         entry.extend(8u32.to_le_bytes());

@@ -99,6 +99,47 @@ fn blocks_are_dequantized_only_where_that_is_asked_for() {
     assert!(!config.contains("quantization_config") && config.contains("float32"), "{config}");
 }
 
+/// A tokenizer that was written from metadata is not byte for byte that of the model, but gives the same tokens.
+#[test]
+fn floats_of_a_gguf_file_are_compared_with_the_model_of_the_file() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    write_cut_demo_model(&at("model"), 1);
+    let gguf = args!["quantize", at("model"), "-o", at("f32.gguf"), "--format", "gguf", "--scheme", "f32"];
+    quant(gguf).succeeded();
+    floats(&at("f32.gguf"), &at("floats"), "f32").succeeded();
+    let file = |name: &str| std::fs::read_to_string(at(name).join("tokenizer.json")).unwrap();
+    assert_ne!(file("floats"), file("model"));
+    let compared = || {
+        quant(args![
+            "eval",
+            at("floats"),
+            "--reference",
+            at("model"),
+            "--text",
+            "builtin-heldout",
+            "--window",
+            "64",
+            "--windows",
+            "2",
+            "--json"
+        ])
+    };
+    assert_eq!(compared().json()["comparison"]["kl"]["mean"], 0.0);
+    // With two tokens exchanged, positions cannot be compared.
+    let mut tokenizer: Value = serde_json::from_str(&file("floats")).unwrap();
+    let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    let [a, b] = ["a", "e"].map(|token| vocabulary[token].clone());
+    (vocabulary["a"], vocabulary["e"]) = (b, a);
+    std::fs::write(at("floats").join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    check_message(
+        "exchanged",
+        &compared(),
+        2,
+        &["have different tokenizers", "the one it was quantized from"],
+    );
+}
+
 #[test]
 fn requests_for_floats_that_cannot_be_met() {
     let scratch = tempfile::tempdir().unwrap();

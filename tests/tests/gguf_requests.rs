@@ -83,6 +83,77 @@ fn names_that_are_mistaken() {
     assert_eq!(file.header().get("tokenizer.ggml.pre").and_then(Value::as_str), Some("jina-v5-nano"));
 }
 
+/// What would change nothing is refused, like a pattern that matches nothing.
+#[test]
+fn types_that_no_tensor_would_get() {
+    let bench = Bench::new();
+    for patterns in [
+        &["--ignore", "ffn_down", "--override", "ffn_down=q8_0"][..],
+        &["--override", "ffn_down=q8_0", "--override", "*ffn_down=q5_k"],
+    ] {
+        let options = [&["--format", "gguf", "--scheme", "q8_0"][..], patterns].concat();
+        for run in [bench.quantize("x.gguf", &options), bench.plan(&options)] {
+            check_message(
+                &patterns.join(" "),
+                &run,
+                2,
+                &["--override ffn_down has no effect: other patterns"],
+            );
+        }
+    }
+    // The codes of a quantized model are kept, whatever types are asked for.
+    bench.quantize("packed", &["--method", "rtn", "--scheme", "w4a16-g32-sym"]).succeeded();
+    let packed = |options: &[&str]| {
+        bench.run(args!["quantize", bench.at("packed"), "-o", bench.at("x.gguf")], options)
+    };
+    for (options, expected) in [
+        (&["--scheme", "q4_k_m"][..], "--scheme=Q4_K_M has no effect: the model is already quantized"),
+        (&["--scheme", "f16", "--allow-fallback"], "its codes are kept as Q4_0"),
+        (
+            &["--override", "ffn_down=q6_k"],
+            "--override ffn_down has no effect: the model is already quantized",
+        ),
+        (&["--ignore", "ffn_down"], "all weights that it matches are kept as Q4_0"),
+    ] {
+        check_message(&options.join(" "), &packed(options), 2, &[expected, "add --requantize"]);
+        assert!(!bench.at("x.gguf").exists(), "{options:?}");
+    }
+    // The type of the codes may be named, and float tensors get what is asked for.
+    let options =
+        ["--scheme", "q4_0", "--override", "ffn_down=q4_0", "--override", "token_embd=q8_0", "--json"];
+    let summary = packed(&options).json();
+    assert_eq!(summary["mixture"], "Q4_0", "{summary}");
+    let types = |name: &str| {
+        let file = GgufFile::open(&bench.at(name)).unwrap();
+        let kind = |t: &str| file.header().tensors.iter().find(|of| of.name == t).unwrap().kind.name;
+        [kind("token_embd.weight"), kind("blk.0.ffn_down.weight")]
+    };
+    assert_eq!(types("x.gguf"), ["Q8_0", "Q4_0"]);
+    bench
+        .run(
+            args!["quantize", bench.at("packed"), "-o", bench.at("again.gguf")],
+            &["--scheme", "q8_0", "--requantize"],
+        )
+        .succeeded();
+    assert_eq!(types("again.gguf"), ["Q8_0", "Q8_0"]);
+    // A matrix that no type uses is noted.
+    let options = [&["--format", "gguf", "--scheme", "q8_0"][..], &TEXT].concat();
+    let run = bench.quantize("q8.gguf", &options).succeeded();
+    assert!(
+        shown(&run).contains("the importance matrix has no effect on types of this file (F32, Q8_0)"),
+        "{run}"
+    );
+}
+
+#[test]
+fn medium_mixtures_have_short_names() {
+    let bench = Bench::new();
+    for (short, name) in [("q3_k", "Q3_K_M"), ("Q4_K", "Q4_K_M"), ("q5_k", "Q5_K_M")] {
+        let run = bench.plan(&["--format", "gguf", "--scheme", short, "--allow-fallback", "--json"]);
+        assert_eq!(run.json()["mixture"], name);
+    }
+}
+
 #[test]
 fn case_does_not_matter_in_formats_and_in_the_ending_of_the_output() {
     let bench = Bench::new();

@@ -76,13 +76,13 @@ impl Differences {
                         lines.push("calibration text: has changed".into());
                     }
                 }
-                // Names and shapes of tensors follow from the other fields, or from the model.
+                // Names and shapes of tensors, and metadata, follow from the other fields, or from the model.
                 "layout_sha256" => {}
                 _ => lines.push(difference.line()),
             }
         }
         if lines.is_empty() && has("layout_sha256") {
-            lines.push("names, types or shapes of tensors: have changed".into());
+            lines.push("names, types or shapes of tensors, or metadata of the output: have changed".into());
         }
         Self { lines, program }
     }
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(lines(was, of("awq", &["awq"], 0, "b")), ["calibration text: has changed"]);
         assert_eq!(
             Differences::new(&json!({ "layout_sha256": "a" }), &json!({ "layout_sha256": "b" })).lines,
-            ["names, types or shapes of tensors: have changed"]
+            ["names, types or shapes of tensors, or metadata of the output: have changed"]
         );
     }
 

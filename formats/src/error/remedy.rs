@@ -44,7 +44,9 @@ impl Error {
             | Self::Unavailable { remedy, .. }
             | Self::InputFile { remedy, .. } => return remedy.clone(),
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
-                "‹plan(MODEL)› lists the names of all linears".into()
+                "‹plan(MODEL)› lists the names of all linears; a pattern is a name, its last parts, or a glob, and `re:` \
+                 begins a regular expression"
+                    .into()
             }
             Self::PatternMatchesNothing { nearest, .. } => {
                 format!("did you mean {}? ‹plan(MODEL)› lists all names", nearest.join(", "))

@@ -107,23 +107,21 @@ fn made_tokenizer(opened: &Opened) -> Option<&[u8]> {
 
 /// Returns an error if the tokenizers differ, because their results cannot be compared position by position.
 ///
-/// If a tokenizer was built from metadata, there is no file to compare, so the tokens of the text decide; `tokens`
+/// If their files differ, or a tokenizer was built from metadata and has none, the tokens of the text decide; `tokens`
 /// returns their hashes for the model and for the reference.
 fn same_tokenizer(
     model: &Opened,
     reference: &Opened,
     tokens: impl FnOnce() -> Result<[String; 2]>,
 ) -> Result<()> {
-    let same = match [model, reference].map(|opened| made_tokenizer(opened).is_some()) {
-        [false, false] => {
-            TextTokenizer::bytes_of(&model.directory)? == TextTokenizer::bytes_of(&reference.directory)?
-        }
-        _ => {
-            let [one, other] = tokens()?;
-            one == other
-        }
-    };
-    if same {
+    let have_files = [model, reference].iter().all(|opened| made_tokenizer(opened).is_none());
+    if have_files
+        && TextTokenizer::bytes_of(&model.directory)? == TextTokenizer::bytes_of(&reference.directory)?
+    {
+        return Ok(());
+    }
+    let [one, other] = tokens()?;
+    if one == other {
         return Ok(());
     }
     Err(Error::usage(

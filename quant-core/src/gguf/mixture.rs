@@ -296,9 +296,16 @@ pub static MIXTURES: &[Mixture] = &[
     Mixture { stacked: Some(&MXFP4), ..plain("MXFP4_MOE", 38, &Q8_0) },
 ];
 
-/// Returns the mixture with this name, ignoring case.
+/// Names that `llama-quantize` accepts for the medium mixture of a type.
+const ALIASES: [&str; 3] = ["Q3_K", "Q4_K", "Q5_K"];
+
+/// Returns the mixture with this name, ignoring case. `Q3_K`, `Q4_K` and `Q5_K` are `Q3_K_M`, `Q4_K_M` and `Q5_K_M`.
 pub fn mixture(name: &str) -> Option<&'static Mixture> {
-    MIXTURES.iter().find(|m| m.name.eq_ignore_ascii_case(name))
+    let is = |mixture: &Mixture, name: &str| mixture.name.eq_ignore_ascii_case(name);
+    match ALIASES.iter().find(|alias| alias.eq_ignore_ascii_case(name)) {
+        Some(alias) => MIXTURES.iter().find(|m| is(m, &format!("{alias}_M"))),
+        None => MIXTURES.iter().find(|m| is(m, name)),
+    }
 }
 
 #[derive(Debug, Clone, Copy)]

@@ -82,11 +82,23 @@ impl Pattern {
     }
 
     /// The error for a pattern if other patterns take precedence for all modules that it matches.
-    pub(super) fn has_no_effect(&self, option: &'static str) -> Error {
+    pub(crate) fn has_no_effect(&self, option: &'static str) -> Error {
         self.fault(
             option,
             "has no effect: other patterns take precedence for all linears that it matches".into(),
             "remove it; ‹ignore› takes precedence over ‹override›, and a later ‹override› over an earlier one",
+        )
+    }
+
+    /// The error for a pattern that matches only weights whose codes are kept, of this type.
+    pub(crate) fn keeps_codes(&self, option: &'static str, kind: &str) -> Error {
+        self.fault(
+            option,
+            format!(
+                "has no effect: the model is already quantized, and the codes of all weights that it matches are kept \
+                 as {kind}"
+            ),
+            "add ‹requantize›, or remove the pattern",
         )
     }
 

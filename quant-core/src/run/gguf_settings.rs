@@ -115,6 +115,7 @@ impl RecipeSettings {
         let (method, settings) = self.gguf_method(extensions)?;
         let request = GgufRequest {
             mixture: mixture(self.scheme.as_deref().unwrap_or(DEFAULT_MIXTURE))?,
+            is_mixture_given: self.scheme.is_some(),
             overrides: overrides.collect::<Result<_>>()?,
             ignore: self.ignore.iter().map(|text| Pattern::new(text)).collect::<Result<_>>()?,
             pre: self.gguf.pre.clone(),

@@ -365,7 +365,10 @@ fn resuming_with_other_settings_is_refused() {
     assert!(expected.iter().all(|e| message.contains(e)), "{message}");
     assert!(!message.contains("alpha") && !message.contains("layout"), "{message}");
     let shape = CheckpointWriter::create(&target, specs()[..3].to_vec(), resumed());
-    assert!(usage_message(shape).contains("names, types or shapes of tensors: have changed"));
+    assert!(
+        usage_message(shape)
+            .contains("names, types or shapes of tensors, or metadata of the output: have changed")
+    );
     assert!(create(&target, resumed()).unwrap().is_complete("a"), "the job is still there");
 }
 

@@ -13,6 +13,8 @@ const MAX_ENTRIES: u64 = 1 << 16;
 const MAX_TENSORS: u64 = 1 << 20;
 /// The maximum length of a string. Chat templates have tens of thousands of bytes.
 const MAX_STRING: u64 = 64 << 20;
+/// The longest text that `llama-quantize` writes for an option.
+const CUT: usize = 127;
 /// The maximum number of elements in all lists together. Vocabularies have hundreds of thousands.
 const MAX_ELEMENTS: u64 = 1 << 24;
 
@@ -173,11 +175,30 @@ impl<R: Read> Cursor<R> {
 
     fn string(&mut self, what: &str) -> Result<String, String> {
         let at = self.at;
+        utf8(self.bytes(what)?, what, at)
+    }
+
+    /// Reads the value of a key. `llama-quantize` cuts texts to [`CUT`] bytes, possibly within a character, which is left
+    /// out here.
+    fn text(&mut self, key: &str) -> Result<String, String> {
+        let at = self.at;
+        let mut bytes = self.bytes(key)?;
+        if let Err(e) = std::str::from_utf8(&bytes)
+            && bytes.len() == CUT
+            && e.error_len().is_none()
+        {
+            bytes.truncate(e.valid_up_to());
+        }
+        utf8(bytes, key, at)
+    }
+
+    /// Reads the bytes of a string, which follow their number.
+    fn bytes(&mut self, what: &str) -> Result<Vec<u8>, String> {
         let len = self.count(what, MAX_STRING, 1)?;
         // The allocation is bounded by the remaining bytes of the file.
         let mut bytes = vec![0; len as usize];
         self.fill(what, &mut bytes)?;
-        String::from_utf8(bytes).map_err(|_| format!("`{}` at byte {at} is not valid UTF-8", printable(what)))
+        Ok(bytes)
     }
 
     fn flag(&mut self, what: &str) -> Result<bool, String> {
@@ -199,7 +220,7 @@ impl<R: Read> Cursor<R> {
             kinds::I32 => Value::I32(i32::from_le_bytes(self.array(key)?)),
             kinds::F32 => Value::F32(f32::from_le_bytes(self.array(key)?)),
             kinds::BOOL => Value::Bool(self.flag(key)?),
-            kinds::STRING => Value::String(self.string(key)?),
+            kinds::STRING => Value::String(self.text(key)?),
             kinds::ARRAY => Value::Array(self.list(key)?),
             kinds::U64 => Value::U64(self.u64(key)?),
             kinds::I64 => Value::I64(i64::from_le_bytes(self.array(key)?)),
@@ -313,6 +334,10 @@ impl<R: Read> Cursor<R> {
         let offset = self.u64(&name)?;
         Ok(GgufTensor { name, shape, kind, offset, bytes, part: 0 })
     }
+}
+
+fn utf8(bytes: Vec<u8>, what: &str, at: u64) -> Result<String, String> {
+    String::from_utf8(bytes).map_err(|_| format!("`{}` at byte {at} is not valid UTF-8", printable(what)))
 }
 
 fn alignment(metadata: &[(String, Value)]) -> Result<u64, String> {

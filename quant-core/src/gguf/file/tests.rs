@@ -62,6 +62,26 @@ fn what_is_written_is_read_back() {
     assert!(ends[2] <= bytes.len() as u64 && bytes.len().is_multiple_of(32));
 }
 
+/// `llama-quantize` cuts the paths that it records to 127 bytes, wherever a character begins.
+#[test]
+fn texts_that_are_cut_within_a_character_are_read() {
+    let path = "é".repeat(80);
+    let with = |text: &[u8]| {
+        let mut bytes =
+            header(&[("quantize.imatrix.file".into(), Value::string("x".repeat(text.len())))], &[])
+                .unwrap()
+                .0;
+        let at = bytes.windows(text.len()).position(|w| w.iter().all(|b| *b == b'x')).unwrap();
+        bytes[at..at + text.len()].copy_from_slice(text);
+        parse(&bytes).map(|header| header.metadata[0].1.clone())
+    };
+    assert_eq!(with(&path.as_bytes()[..127]), Ok(Value::string("é".repeat(63))));
+    // Any other text that is not valid is damaged.
+    for text in [&path.as_bytes()[..125], &[&path.as_bytes()[..126], &[0xff]].concat()] {
+        assert!(with(text).unwrap_err().to_string().contains("is not valid UTF-8"));
+    }
+}
+
 #[test]
 fn a_file_that_is_cut_anywhere_is_refused() {
     let bytes = file();

@@ -28,6 +28,8 @@ use crate::{Error, Result};
 pub struct GgufRequest {
     /// The mixture, which chooses the types of tensors.
     pub mixture: &'static Mixture,
+    /// Whether the mixture was asked for, and is not the default.
+    pub is_mixture_given: bool,
     /// Tensors with a type of their own, by the names of their modules in the checkpoint or in the file; the last match
     /// wins.
     pub overrides: Vec<(Pattern, &'static BlockType)>,
@@ -260,7 +262,7 @@ impl GgufPlan {
             );
         }
         let types = Types::new(a, family, &request, &drafts);
-        types.check_patterns(&drafts)?;
+        types.check_patterns(model, &drafts)?;
         let mut tensors = Vec::with_capacity(drafts.len());
         let mut unfit = Vec::new();
         for draft in drafts {
@@ -288,6 +290,9 @@ impl GgufPlan {
                 ),
             ));
         }
+        if request.is_mixture_given {
+            check_mixture(model, mixture, &tensors)?;
+        }
         let kept = tensors.iter().find(|t| t.keeps_codes()).filter(|_| !request.method.transforms.is_empty());
         if let Some(kept) = kept {
             return Err(Error::usage(
@@ -307,6 +312,15 @@ impl GgufPlan {
         }
         request.check_steps(a, &tensors)?;
         notes.extend(request.without_effect(&tensors));
+        if request.weighted && !tensors.iter().any(|t| t.kind.uses_importance && !t.keeps_codes()) {
+            let kinds: BTreeSet<&str> =
+                tensors.iter().filter(|t| t.layer().is_some()).map(|t| t.kind.name).collect();
+            let kinds: Vec<&str> = kinds.into_iter().collect();
+            notes.push(format!(
+                "the importance matrix has no effect on types of this file ({})",
+                kinds.join(", ")
+            ));
+        }
         let file_type = commonest_type(&tensors).unwrap_or(mixture).id;
         let mut metadata = general::general(family, &general::name(directory), file_type, &tensors);
         metadata.extend(description::entries(directory.description()));
@@ -345,6 +359,23 @@ impl GgufPlan {
     /// Tensors whose rows did not fit the requested type.
     pub fn replaced(&self) -> impl Iterator<Item = &PlannedTensor> {
         self.tensors.iter().filter(|t| t.replaces.is_some())
+    }
+}
+
+/// Fails if a mixture was asked for that chooses no type, because the model is already quantized: its codes are kept as
+/// they are, and its float tensors as they are stored.
+fn check_mixture(model: &Model, mixture: &Mixture, tensors: &[PlannedTensor]) -> Result<()> {
+    let kept = commonest_type(tensors).filter(|_| model.quant_method().is_some());
+    match kept {
+        Some(kept) if kept.name != mixture.name && !mixture.is_of_experts() => Err(Error::usage(
+            format!(
+                "‹scheme={}› has no effect: the model is already quantized, and its codes are kept as {}",
+                mixture.name, kept.name
+            ),
+            "add ‹requantize› to round the dequantized weights again, which adds a second rounding error, or omit \
+             ‹scheme›",
+        )),
+        _ => Ok(()),
     }
 }
 

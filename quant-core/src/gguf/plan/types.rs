@@ -72,15 +72,38 @@ impl<'a> Types<'a> {
         Self { request, facts, values, downs }
     }
 
-    pub(super) fn check_patterns(&self, drafts: &[Draft]) -> Result<()> {
+    /// A pattern that matches nothing, or only weights that other patterns take or whose codes are kept, is an error,
+    /// because it would have no effect.
+    pub(super) fn check_patterns(&self, model: &Model, drafts: &[Draft]) -> Result<()> {
         let weights: Vec<&Draft> = drafts.iter().filter(|d| d.is_weight).collect();
-        let ignored = self.request.ignore.iter().map(|pattern| ("ignore", pattern));
-        let overridden = self.request.overrides.iter().map(|(pattern, _)| ("override", pattern));
-        for (option, pattern) in ignored.chain(overridden) {
-            if !weights.iter().any(|draft| selects(pattern, draft)) {
+        let ignored = self.request.ignore.iter().map(|pattern| ("ignore", pattern, None));
+        let overridden =
+            self.request.overrides.iter().map(|(pattern, kind)| ("override", pattern, Some(*kind)));
+        for (index, (option, pattern, asked)) in ignored.chain(overridden).enumerate() {
+            let matching: Vec<&Draft> =
+                weights.iter().copied().filter(|draft| selects(pattern, draft)).collect();
+            if matching.is_empty() {
                 let names: BTreeSet<&str> = weights.iter().map(|d| d.module.as_str()).collect();
                 let names: Vec<&str> = names.into_iter().collect();
                 return Err(pattern.matches_nothing(option, &names));
+            }
+            let decided: Vec<&Draft> =
+                matching.into_iter().filter(|draft| self.decisive(draft) == Some(index)).collect();
+            if decided.is_empty() {
+                return Err(pattern.has_no_effect(option));
+            }
+            let mut kept = None;
+            for draft in &decided {
+                match codes(model, draft)? {
+                    Some((kind, _)) if asked != Some(kind) => kept = Some(kind.name),
+                    _ => {
+                        kept = None;
+                        break;
+                    }
+                }
+            }
+            if let Some(kind) = kept {
+                return Err(pattern.keeps_codes(option, kind));
             }
         }
         Ok(())
@@ -141,11 +164,17 @@ impl<'a> Types<'a> {
 
     /// The type requested by name; `Some(None)` if the tensor stays as stored.
     fn named(&self, draft: &Draft) -> Option<Option<&'static BlockType>> {
-        if self.request.ignore.iter().any(|pattern| selects(pattern, draft)) {
-            return Some(None);
-        }
-        let found = self.request.overrides.iter().rev().find(|(pattern, _)| selects(pattern, draft));
-        found.map(|(_, kind)| Some(*kind))
+        let overridden = self.decisive(draft)?.checked_sub(self.request.ignore.len());
+        Some(overridden.map(|index| self.request.overrides[index].1))
+    }
+
+    /// The index of the pattern that decides about a tensor: the first of `ignore`, otherwise the last override, which
+    /// are counted after the patterns of `ignore`.
+    fn decisive(&self, draft: &Draft) -> Option<usize> {
+        let GgufRequest { ignore, overrides, .. } = self.request;
+        let ignored = ignore.iter().position(|pattern| selects(pattern, draft));
+        let overridden = || overrides.iter().rposition(|(pattern, _)| selects(pattern, draft));
+        ignored.or_else(|| overridden().map(|index| index + ignore.len()))
     }
 }
 

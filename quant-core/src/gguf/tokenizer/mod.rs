@@ -98,7 +98,16 @@ pub(super) fn metadata(
     let mut vocabulary = match bpe::Kind::of(&json).map_err(fault)? {
         bpe::Kind::ByteLevel => {
             let named = match pre {
-                Some(name) => (name.to_owned(), "as requested".into()),
+                Some(name) => {
+                    let how = match pre::contradicted(&json, name) {
+                        None => "as requested".to_owned(),
+                        Some(own) => format!(
+                            "as requested, but the tokenizer has the steps of {own}; llama.cpp will split some texts \
+                             into other tokens than the model was trained on"
+                        ),
+                    };
+                    (name.to_owned(), how)
+                }
                 None => pre::find(&json, &tokenizer.encode(pre::PROBE)?)
                     .ok_or_else(|| pre::unrecognized(&path))?,
             };

@@ -47,7 +47,7 @@ pub(super) fn composes(json: &Json) -> Option<bool> {
 pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     let ids: Vec<String> = probe.iter().map(u32::to_string).collect();
     let hash = sha256_hex(format!("[{}]", ids.join(", ")));
-    let whole = json.get("model").and_then(|m| m.get("ignore_merges")).and_then(Json::as_bool) == Some(true);
+    let whole = keeps_whole_words(json);
     let steps = json.get("pre_tokenizer").and_then(forms::steps);
     let by_steps = steps.as_ref().and_then(|steps| Form::name(steps, whole));
     if let Some((name, _)) = hashes::HASHES.iter().find(|(_, known)| *known == hash) {
@@ -58,6 +58,18 @@ pub(super) fn find(json: &Json, probe: &[u32]) -> Option<(String, String)> {
     }
     let name = by_steps.filter(|_| composes(json).is_some())?;
     Some((name.to_owned(), "recognized by its pre-tokenization steps".into()))
+}
+
+/// The pre-tokenizer that has the steps of a `tokenizer.json`, if those of `name` are known and split texts differently.
+pub(super) fn contradicted(json: &Json, name: &str) -> Option<&'static str> {
+    let (steps, whole) = (json.get("pre_tokenizer").and_then(forms::steps)?, keeps_whole_words(json));
+    let named = Form::named(name)?;
+    let own = Form::name(&steps, whole)?;
+    (named.steps != steps || named.whole != whole).then_some(own)
+}
+
+fn keeps_whole_words(json: &Json) -> bool {
+    json.get("model").and_then(|m| m.get("ignore_merges")).and_then(Json::as_bool) == Some(true)
 }
 
 /// Checks that a pre-tokenizer that the user names is one that llama.cpp accepts, or [`NO_VOCABULARY`].
