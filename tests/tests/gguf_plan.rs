@@ -77,7 +77,7 @@ fn runs_use_the_predicted_memory() {
     for (hidden, intermediate, blocks, batch, methods) in [
         (256, 512, "q4_k_m", ["--samples", "2400", "--seq-len", "64"], &[plain, awq, gptq][..]),
         (512, 2048, "q4_k_m", ["--samples", "32", "--seq-len", "512"], &[gptq]),
-        (1024, 6144, "q8_0", ["--samples", "64", "--seq-len", "512"], &[plain]),
+        (1024, 6144, "q8_0", ["--samples", "32", "--seq-len", "512"], &[plain]),
     ] {
         let bench = Bench::new(hidden, intermediate);
         let text = bench.at("text.txt").to_str().unwrap().to_owned();
