@@ -166,7 +166,8 @@ def in_transformers(arguments) -> None:
     base = middle["bf16"]
     lines = records.header("A quantized model in transformers on a CPU", "python benchmarks/cpu_models.py " + " ".join(
         ["transformers", "QUANT", "OUT", "--shape", arguments.shape, "--layers", str(arguments.layers or SHAPES[arguments.shape]["num_hidden_layers"]),
-         "--rounds", str(arguments.rounds), "--threads", str(arguments.threads)]))
+         "--rounds", str(arguments.rounds), "--threads", str(arguments.threads),
+         *(f"--only '{name}'" for name in arguments.only or [])]))
     lines += [
         f"Random Llama in {arguments.shape} shape, {arguments.layers or SHAPES[arguments.shape]['num_hidden_layers']} layers, embeddings float, and the head too unless the table says otherwise; "
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
