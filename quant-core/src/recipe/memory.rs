@@ -276,13 +276,9 @@ impl Plan {
             return largest;
         }
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
-        let node = |entry: &super::PlanEntry| match entry.action {
-            Action::Quantize { node, .. } => node,
-            Action::Rewrite { node, .. } => Some(node),
-            Action::Copy | Action::Repack { .. } => None,
-        };
-        let expert = |entry: &super::PlanEntry| node(entry).and_then(|node| kind.graph.expert_of(node));
-        resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
+        let expert = |entry: &super::PlanEntry| entry.node().and_then(|node| kind.graph.expert_of(node));
+        let own = resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert);
+        own + self.experts.as_ref().map_or(0, |part| part.beside)
     }
 }
 
