@@ -151,7 +151,7 @@ fn pipes_in_the_place_of_files() {
     assert!(done > 0, "every run finished before it could be killed");
 }
 
-/// Opening a pipe that nobody writes would never return, and a device never ends.
+/// Opening a pipe without a writer would never return, and a device never ends.
 #[test]
 fn pipes_and_devices_in_the_place_of_any_input() {
     let bench = Bench::new();
