@@ -160,6 +160,9 @@ fn pipes_and_devices_in_the_place_of_any_input() {
     let text = name(&bench.at("text.txt"));
     std::fs::write(&text, "the rain in the morning and the sun in the afternoon ".repeat(200)).unwrap();
     let [model, result, out] = [&model, &result, &out].map(|path| name(path));
+    let policy = name(&bench.at("policy.toml"));
+    let cap = "schema = \"quant-gate-policy/1\"\n[[cap]]\nmetric = \"perplexity\"\nat_most = 1e9\n";
+    std::fs::write(&policy, cap).unwrap();
     let [gguf, json] = [format!("{out}.gguf"), format!("--json={result}")];
     let evaluate = ["eval", &model, "--text", &text, "--window", "16", "--windows", "3"];
     quant(evaluate.iter().chain([&&*json])).succeeded();
@@ -184,9 +187,9 @@ fn pipes_and_devices_in_the_place_of_any_input() {
         (with(&evaluate, &["--journal"]), vec![]),
         (with(&evaluate, &["--shards"]), vec![]),
         (with(&evaluate, &["--report", &out, "--compare"]), vec![]),
-        (with(&["gate"], &[]), vec![]),
+        (with(&["gate", "--policy", &policy], &[]), vec![]),
         (with(&["gate", &result, "--policy"], &[]), vec![]),
-        (with(&["gate", &result, "--baseline"], &[]), vec![]),
+        (with(&["gate", &result, "--policy", &policy, "--baseline"], &[]), vec![]),
         (with(&["gate", &result, "--update", "--baseline"], &[]), vec![]),
         (with(&["compare", &result], &[]), vec![]),
         (with(&["job", "run"], &[]), vec![]),

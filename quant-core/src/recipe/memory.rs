@@ -242,7 +242,8 @@ impl Plan {
         let length = self.sampling.length as u64;
         // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
         // linears.
-        let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
+        let linears = graph.linears().filter(|(id, ..)| self.passes_through(graph, *id));
+        let widest: u64 = linears.map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         match self.method.search_mode(&self.settings).unwrap_or_default() {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
