@@ -18,12 +18,14 @@ mod c_attention;
 mod checkpoint_files;
 mod float_files;
 mod gguf;
+mod gguf_files;
 mod input;
 mod job_files;
 #[cfg(feature = "store")]
 mod job_objects;
 mod kernels;
 mod kernels_floats;
+mod names;
 mod parsers;
 mod shards;
 mod texts;
@@ -35,11 +37,13 @@ pub use c_attention::c_attention;
 pub use checkpoint_files::checkpoint_files;
 pub use float_files::float_files;
 pub use gguf::gguf;
+pub use gguf_files::{generation_settings, gguf_model, sentencepiece_model};
 pub use job_files::{job_record, job_tokens, unit_files};
 #[cfg(feature = "store")]
 pub use job_objects::unit_objects;
 pub use kernels::{pack, packed, round_trip};
 pub use kernels_floats::floating_point;
+pub use names::names;
 pub use parsers::{
     channel_maxima, eval_journal, gate_policy, imatrix, model_config, recipe, results, safetensors,
     shard_index, stored_reference, text_lines, write_journal,
@@ -63,12 +67,15 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("float_files", float_files),
     ("floating_point", floating_point),
     ("gate_policy", gate_policy),
+    ("generation_settings", generation_settings),
     ("gguf", gguf),
+    ("gguf_model", gguf_model),
     ("imatrix", imatrix),
     ("job_record", job_record),
     ("job_tokens", job_tokens),
     ("manifest", manifest),
     ("model_config", model_config),
+    ("names", names),
     ("pack", pack),
     ("packed", packed),
     ("quant_report", quant_report),
@@ -76,6 +83,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("results", results),
     ("round_trip", round_trip),
     ("safetensors", safetensors),
+    ("sentencepiece_model", sentencepiece_model),
     ("shard_index", shard_index),
     ("stored_reference", stored_reference),
     ("text_lines", text_lines),

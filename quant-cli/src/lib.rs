@@ -24,6 +24,7 @@ pub mod system;
 pub mod text_worker;
 
 use std::ffi::OsString;
+use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -76,7 +77,9 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
     // hf-hub's log is disabled: the program reports those errors itself.
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUANT_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn,hf_hub=off"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    // A log in a file has no colors.
+    let colors = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colors).with_writer(std::io::stderr).init();
     // A panic of the tokenizer library on a crafted file is caught and reported as an error.
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

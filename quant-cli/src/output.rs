@@ -265,7 +265,7 @@ mod tests {
             (json("quant-eval/4"), Some(Written::Json)),
             (json("quant-summary/1"), Some(Written::Json)),
             (json("quant-gate-baseline/1"), None),
-            (json("quant-job/2"), None),
+            (json("quant-job/3"), None),
             (json("other/1"), None),
             (b"{\"model_type\": \"llama\"}".to_vec(), None),
             (b"{\"schema\": \"quant-eval/4\xff".to_vec(), Some(Written::Json)),

@@ -12,6 +12,7 @@ mod configs;
 mod containers;
 mod decoder_definition;
 mod determinism;
+mod expert_units;
 mod experts;
 mod extensions;
 mod families;

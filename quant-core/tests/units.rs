@@ -20,10 +20,10 @@ use quant_core::{CancelToken, Category, Error, Event, Observer, Result, Silent, 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-const BLOCKS: usize = 4;
+pub(crate) const BLOCKS: usize = 4;
 
 /// The tokenizer has the words `w0`, `w1` and so on.
-fn write_checkpoint(checkpoint: &Checkpoint, directory: &Path) {
+pub(crate) fn write_checkpoint(checkpoint: &Checkpoint, directory: &Path) {
     std::fs::create_dir(directory).unwrap();
     let (source, tiny) = (checkpoint.source(), &checkpoint.tiny);
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
@@ -54,7 +54,7 @@ fn text() -> Text {
     Text::Given(Corpus::Texts(vec![words]), "numbers".into())
 }
 
-fn tiny(family: Kind) -> Tiny {
+pub(crate) fn tiny(family: Kind) -> Tiny {
     let layers = BLOCKS;
     match family {
         Kind::Opt => Tiny { layers, ..Tiny::opt() },
@@ -87,9 +87,21 @@ fn files(directory: &Path) -> BTreeMap<String, Vec<u8>> {
 
 impl Bench {
     pub(crate) fn new(family: Kind, settings: RecipeSettings) -> Self {
+        Self::with_config(family, settings, |_| {})
+    }
+
+    /// A bench whose model has a changed configuration.
+    pub(crate) fn with_config(
+        family: Kind,
+        settings: RecipeSettings,
+        change: impl FnOnce(&mut serde_json::Map<String, Value>),
+    ) -> Self {
         let scratch = tempfile::tempdir().unwrap();
         let model = scratch.path().join("model");
         write_checkpoint(&tiny(family).random(2), &model);
+        let mut config = tiny(family).config();
+        change(&mut config);
+        std::fs::write(model.join("config.json"), Value::Object(config).to_string()).unwrap();
         let calibration = settings.samples.map(|_| text());
         let out = scratch.path().join("expected");
         let request = QuantizeRequest {
@@ -100,6 +112,11 @@ impl Bench {
         let cancel = CancelToken::new();
         quantize(&request, &Host::new(&Silent, &cancel, &Nothing)).unwrap();
         Self { settings, calibration, expected: files(&out), scratch }
+    }
+
+    /// Whether the settings leave the linears of this pattern float.
+    pub(crate) fn ignored(&self, pattern: &str) -> bool {
+        self.settings.ignore.iter().any(|ignored| ignored == pattern)
     }
 
     pub(crate) fn at(&self, name: &str) -> PathBuf {
@@ -113,6 +130,7 @@ impl Bench {
             calibration: self.calibration.clone(),
             extensions: Extensions::default(),
             blocks_per_unit: Some(blocks_per_unit),
+            experts_per_unit: None,
             // A single group of blocks needs no states.
             forward_shards: (self.calibration.is_some() && blocks_per_unit < BLOCKS)
                 .then_some(forward_shards),
@@ -507,7 +525,7 @@ fn hostile_stores_are_refused() {
     let record = store.join("job.json");
     let intact = std::fs::read_to_string(&record).unwrap();
     for (from, to, expected, says) in [
-        ("quant-job/2", "quant-job/9", Category::Usage, "quant-job/9"),
+        ("quant-job/3", "quant-job/9", Category::Usage, "quant-job/9"),
         ("\"instruction_set\": \"", "\"instruction_set\": \"x", Category::Environment, "instruction_set"),
         ("\"processor\": \"", "\"processor\": \"x", Category::Environment, "processor"),
         (
@@ -524,7 +542,12 @@ fn hostile_stores_are_refused() {
         ("\"recipe\": null", "\"recipe\": \"../../x\"", Category::Input, "../../x"),
         ("\"windows\": null", "\"windows\": \"x\"", Category::Input, "inputs"),
         ("\"blocks_per_unit\": 1", "\"blocks_per_unit\": 0", Category::Input, "without blocks"),
-        ("\"forward_shards\": 1", "\"forward_shards\": 0", Category::Input, "without blocks or shards"),
+        (
+            "\"forward_shards\": 1",
+            "\"forward_shards\": 0",
+            Category::Input,
+            "without blocks, shards or experts",
+        ),
         ("{", "[", Category::Input, "job.json"),
     ] {
         assert!(intact.contains(from), "{from}");

@@ -151,6 +151,68 @@ fn pipes_in_the_place_of_files() {
     assert!(done > 0, "every run finished before it could be killed");
 }
 
+/// Opening a pipe without a writer would never return, and a device never ends.
+#[test]
+fn pipes_and_devices_in_the_place_of_any_input() {
+    let bench = Bench::new();
+    let (model, result) = (bench.at("model"), bench.at("result.json"));
+    let (name, out) = (|path: &Path| path.to_str().unwrap().to_owned(), bench.at("out"));
+    let text = name(&bench.at("text.txt"));
+    std::fs::write(&text, "the rain in the morning and the sun in the afternoon ".repeat(200)).unwrap();
+    let [model, result, out] = [&model, &result, &out].map(|path| name(path));
+    let policy = name(&bench.at("policy.toml"));
+    let cap = "schema = \"quant-gate-policy/1\"\n[[cap]]\nmetric = \"perplexity\"\nat_most = 1e9\n";
+    std::fs::write(&policy, cap).unwrap();
+    let [gguf, json] = [format!("{out}.gguf"), format!("--json={result}")];
+    let evaluate = ["eval", &model, "--text", &text, "--window", "16", "--windows", "3"];
+    quant(evaluate.iter().chain([&&*json])).succeeded();
+    let calibrated =
+        ["quantize", &model, "-o", &out, "--group-size", "32", "--samples", "2", "--seq-len", "32"];
+    let with = |first: &[&'_ str], more: &[&'_ str]| {
+        [first, more].concat().into_iter().map(str::to_owned).collect::<Vec<String>>()
+    };
+    // The arguments before the input, and after it.
+    let cases: Vec<(Vec<String>, Vec<&str>)> = vec![
+        (with(&calibrated, &["--recipe"]), vec![]),
+        (with(&calibrated, &["--method", "gptq", "--calibration"]), vec![]),
+        (with(&calibrated, &["--method", "smoothquant", "--scheme", "w8a8", "--channel-maxima"]), vec![]),
+        (with(&["quantize", &model, "-o", &gguf, "--imatrix"], &[]), vec![]),
+        (with(&["plan", &model, "--recipe"], &[]), vec![]),
+        (with(&["plan"], &[]), vec![]),
+        (with(&["inspect"], &[]), vec!["--verify"]),
+        (with(&["generate", &model, "--prompt-file"], &[]), vec![]),
+        (with(&["generate"], &[]), vec!["--prompt", "a"]),
+        (with(&["eval", &model, "--text"], &[]), vec![]),
+        (with(&evaluate, &["--reference"]), vec![]),
+        (with(&evaluate, &["--journal"]), vec![]),
+        (with(&evaluate, &["--shards"]), vec![]),
+        (with(&evaluate, &["--report", &out, "--compare"]), vec![]),
+        (with(&["gate", "--policy", &policy], &[]), vec![]),
+        (with(&["gate", &result, "--policy"], &[]), vec![]),
+        (with(&["gate", &result, "--policy", &policy, "--baseline"], &[]), vec![]),
+        (with(&["gate", &result, "--update", "--baseline"], &[]), vec![]),
+        (with(&["compare", &result], &[]), vec![]),
+        (with(&["job", "run"], &[]), vec![]),
+        (with(&["merge"], &[]), vec!["-o", &out]),
+    ];
+    let pipe = bench.at("pipe");
+    for (before, after) in cases {
+        for device in [None, Some("/dev/zero")] {
+            fifo(&pipe);
+            if let Some(device) = device {
+                std::fs::remove_file(&pipe).unwrap();
+                std::os::unix::fs::symlink(device, &pipe).unwrap();
+            }
+            let run =
+                quant(before.iter().map(String::as_str).chain([&*name(&pipe)]).chain(after.iter().copied()));
+            let what = format!("{} {device:?}", before.join(" "));
+            assert!(matches!(run.code(), Some(2 | 4 | 5)), "{what}: {run}");
+            assert!(run.stderr.contains("error: ") && run.stderr.contains("pipe"), "{what}: {run}");
+            assert!(!Path::new(&out).exists(), "{what}: {run}");
+        }
+    }
+}
+
 #[test]
 fn companions_of_any_size() {
     let bench = Bench::new();

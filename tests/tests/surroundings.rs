@@ -48,6 +48,23 @@ fn through(launcher: &[&str], arguments: &[OsString], environment: &[(&str, &str
     Running::start(outer).wait()
 }
 
+/// Terminals interpret escape sequences; files and the readers of pipes do not.
+#[test]
+fn a_log_in_a_file_has_no_colors() {
+    let bench = Bench::new();
+    let run = through(
+        &["env"],
+        &quantize(
+            &bench.at("model"),
+            &bench.at("out"),
+            &["--method", "gptq", "--group-size", "32", "--samples", "2", "--seq-len", "64"],
+        ),
+        &[("QUANT_LOG", "debug")],
+    );
+    run.clone().succeeded();
+    assert!(run.stderr.contains("DEBUG") && !run.stderr.contains('\x1b'), "{run}");
+}
+
 /// An output that is the input under a different mount is recognized.
 #[test]
 fn an_output_in_a_bind_mount_of_the_input() {

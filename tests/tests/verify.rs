@@ -63,6 +63,16 @@ fn damaged_and_incomplete_copies_are_detected() {
     assert!(shown.stdout.contains("not compared: notes.txt"), "{}", shown.stdout);
 }
 
+/// A GGUF file that is not in a directory of its own has no manifest.
+#[test]
+fn a_single_gguf_file_has_no_manifest() {
+    let scratch = tempfile::tempdir().unwrap();
+    let file = scratch.path().join("model.gguf");
+    quant(args!["quantize", demo_model(), "-o", &file, "--scheme", "Q8_0", "--quiet"]).succeeded();
+    let run = quant(args!["inspect", &file, "--verify"]);
+    check_message("a file", &run, 2, &["model.gguf` has no quant_manifest.json"]);
+}
+
 #[test]
 fn manifests_are_not_trusted() {
     let scratch = tempfile::tempdir().unwrap();

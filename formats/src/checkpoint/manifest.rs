@@ -89,7 +89,11 @@ pub fn verify_checkpoint(
 ) -> Result<VerifiedFiles> {
     let path = directory.join(MANIFEST);
     let real = |path: &Path| path.canonicalize().map_err(|e| Error::io("open", path, e));
-    if std::fs::symlink_metadata(&path).is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound) {
+    // A GGUF file is not a directory, and has no manifest.
+    let is_absent = |e: std::io::Error| {
+        matches!(e.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory)
+    };
+    if std::fs::symlink_metadata(&path).is_err_and(is_absent) {
         return Err(Error::usage(
             format!(
                 "`{}` has no {MANIFEST}, so there is nothing to compare its files with",

@@ -144,6 +144,16 @@ fn prompt(args: &Args) -> Result<(String, PathBuf)> {
     let (text, origin) = match (&args.prompt, args.prompt_file.as_deref()) {
         (Some(text), _) => return Ok((text.clone(), PathBuf::from("--prompt"))),
         (None, Some(path)) if path != Path::new("-") => {
+            // Opening a named pipe would block until its other end is opened.
+            let metadata = std::fs::metadata(path).map_err(|e| Error::io("open", path, e))?;
+            if !metadata.is_file() {
+                return Err(Error::InputFile {
+                    path: path.to_owned(),
+                    line: None,
+                    reason: "is not a regular file".into(),
+                    remedy: "give a file, or - to read the prompt from standard input".into(),
+                });
+            }
             let mut file = std::fs::File::open(path).map_err(|e| Error::io("open", path, e))?;
             (bounded(&mut file, path)?, path.to_owned())
         }

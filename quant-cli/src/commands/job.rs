@@ -56,6 +56,9 @@ struct InitArgs {
     /// Shards of the calibration windows for the float model [default: 1]
     #[arg(long, value_name = "N")]
     forward_shards: Option<usize>,
+    /// Split the experts of each block into units of N, for methods that round each expert alone
+    #[arg(long, value_name = "N")]
+    experts_per_unit: Option<usize>,
     #[allow(missing_docs)]
     #[command(flatten)]
     json: JsonOption,
@@ -211,6 +214,7 @@ fn create(args: &InitArgs, session: &Session) -> Result<()> {
         calibration: args.calibration.clone().map(Text::Named),
         blocks_per_unit: args.blocks_per_unit,
         forward_shards: args.forward_shards,
+        experts_per_unit: args.experts_per_unit,
         ..JobRequest::default()
     };
     args.json.check_distinct(&args.model, &request.settings.files().collect::<Vec<_>>())?;

@@ -251,6 +251,23 @@ impl HiddenStates {
         }
         Ok(())
     }
+
+    /// Same as [`watch`](Self::watch), for what some nodes of the block need, in the same pieces. Other weights are not
+    /// read.
+    pub(super) fn watch_nodes(
+        &self,
+        block: &Block,
+        nodes: &[NodeId],
+        cancel: &CancelToken,
+        tap: &mut dyn Tap,
+    ) -> Result<()> {
+        for chunk in self.chunks() {
+            cancel.check()?;
+            let (first, before) = chunk?;
+            run_piece_for(block, &self.layout, (first, &before), nodes, tap, &mut |_, _| Ok(()))?;
+        }
+        Ok(())
+    }
 }
 
 /// Writes the embeddings of all tokens, in pieces. These are a multiple of the pieces in which per-layer inputs are
@@ -456,22 +473,41 @@ pub(super) fn run_piece_to(
     tap: &mut dyn Tap,
     take: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
 ) -> Result<()> {
+    run_piece_for(block, layout, (first, before), &[to], tap, &mut |at, values| {
+        values.iter().try_for_each(|value| take(at, value))
+    })
+}
+
+/// Same as [`run_piece`], for what some nodes need. `take` gets the values of those that come after all operations that
+/// mix tokens.
+fn run_piece_for(
+    block: &Block,
+    layout: &BatchLayout,
+    (first, before): (usize, &Tensor),
+    nodes: &[NodeId],
+    tap: &mut dyn Tap,
+    take: &mut dyn FnMut(usize, &[Tensor]) -> Result<()>,
+) -> Result<()> {
     let (windows, length, _) = before.dims3()?;
     let segments = layout.segments(first..first + windows * length);
     let graph = block.graph();
     let mut tap = PieceTap { tap, first };
     let Some(attention) = graph.only_mixing().filter(|_| length > CHUNK_TOKENS) else {
         let known = [(graph.input(), before.clone())];
-        let after = block.evaluate_packed(&known, &[to], segments, &mut tap)?.swap_remove(0);
+        let after = block.evaluate_packed(&known, nodes, segments, &mut tap)?;
         return take(0, &after);
     };
     let known = [(graph.input(), before.clone())];
     let attended = block.evaluate_packed(&known, &[attention], segments, &mut tap)?.swap_remove(0);
+    // These were evaluated together with the attention.
+    let done = graph.needed_for(attention);
+    let is_left = |node: &NodeId| *node == attention || !done.contains(node);
+    let nodes: Vec<NodeId> = nodes.iter().copied().filter(is_left).collect();
     for at in (0..length).step_by(CHUNK_TOKENS) {
         tap.first = first + at;
         let rows = |whole: &Tensor| whole.narrow(1, at, CHUNK_TOKENS.min(length - at))?.contiguous();
         let known = [(graph.input(), rows(before)?), (attention, rows(&attended)?)];
-        let after = block.evaluate(&known, &[to], &mut tap)?.swap_remove(0);
+        let after = block.evaluate(&known, &nodes, &mut tap)?;
         take(at, &after)?;
     }
     Ok(())

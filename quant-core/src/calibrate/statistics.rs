@@ -150,6 +150,15 @@ impl<'a> StatisticsPass<'a> {
         }
         Ok(self.tokens)
     }
+
+    /// Runs the pass only as far as the statistics of values need it. The states do not change.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub(crate) fn run_gathered(mut self, states: &HiddenStates) -> Result<()> {
+        let readers: Vec<NodeId> = self.values.keys().copied().collect();
+        states.watch_nodes(self.block, &readers, self.cancel, &mut self)
+    }
 }
 
 fn first_reader(graph: &BlockGraph, value: NodeId) -> Option<NodeId> {

@@ -41,7 +41,7 @@ pub(super) struct Batch {
     ropes: RopeTables,
     /// The block before which the quantized model has the states of the float model already.
     is_float_before: Option<usize>,
-    /// The hashes of the weights that a job without tensors has read, by name.
+    /// The hashes of weights that a part of a job has read, but does not write, by name.
     sources: BTreeMap<String, String>,
     experts_apart: bool,
 }
@@ -129,6 +129,10 @@ impl Batch {
         Self { passes, transforms, states, ropes, is_float_before, sources: BTreeMap::new(), experts_apart }
     }
 
+    pub(super) fn into_sources(self) -> BTreeMap<String, String> {
+        self.sources
+    }
+
     pub(super) fn streams(&self) -> Streams<&HiddenStates> {
         [self.states.float.as_ref(), self.states.quantized.as_ref()]
     }
@@ -160,9 +164,7 @@ impl Batch {
         let prefix = job.model.architecture().in_block(layer, "");
         if open.is_empty() && self.pass_by(&conveyors[0], span, &prefix, &block, advance)? {
             if job.plan.is_forward() {
-                let read = block.stored_weights();
-                let read = read.filter_map(|w| Some((w.name().to_owned(), sha256_hex(&*w.held()?))));
-                self.sources.extend(read);
+                self.record_sources(&block, |_| true);
             }
             return Ok(BlockDone { block: Some(block), decisions: BTreeMap::new() });
         }
@@ -220,18 +222,30 @@ impl Batch {
             if let Some(which) = self.passes.rounding {
                 let finished = finished_linears(&conveyors[i], span)?;
                 let known = (&decision, &unrouted, finished);
-                if which != States::Quantized {
-                    // If the block is rounded stage by stage, each weight is read in its own stage.
+                if which != States::Quantized && !job.plan.is_expert_part() {
+                    // If the block is rounded stage by stage, each weight is read in its own stage; if only a part of it
+                    // is rounded, others are not read.
                     timed(job.observer, reading(job), || block.load())?;
                 }
                 let rewritten = context.applied(&decision.rewrite, &block)?;
                 let run = self.rounding((job, &prefix), rewritten, grids, known, which, advance)?;
                 round(job, run, &mut conveyors[i], span, &decision, (&block, grids))?;
             }
+            if job.plan.is_expert_part() {
+                let own: BTreeSet<&str> = conveyors[i].entries(span).iter().map(|e| &*e.stored).collect();
+                self.record_sources(&block, |name| !own.contains(name));
+            }
             decisions.insert(i, decision);
         }
         self.states.copy = None;
         Ok(BlockDone { block: Some(block), decisions })
+    }
+
+    /// Keeps the hashes of weights that are in memory.
+    fn record_sources(&mut self, block: &Block, is_recorded: impl Fn(&str) -> bool) {
+        let read = block.stored_weights().filter(|weight| is_recorded(weight.name()));
+        let read = read.filter_map(|w| Some((w.name().to_owned(), sha256_hex(&*w.held()?))));
+        self.sources.extend(read);
     }
 
     fn begin_span(&mut self, job: &Job<'_>, layer: usize) -> Result<()> {

@@ -17,6 +17,7 @@ mod source;
 mod states;
 mod tensor;
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 pub use crate::round::GptqRecord;
@@ -93,6 +94,16 @@ pub fn quantize_part(job: &Job<'_>, sink: &mut dyn TensorSink, states: &StateFil
     reports.pop().ok_or_else(|| Error::Internal("the run produced no report".into()))
 }
 
+/// Same as [`quantize_part`]. Returns the SHA-256 of the weights that a [part of a block](Plan::only_experts) has read,
+/// but does not write, by name.
+pub(crate) fn quantize_unit(
+    job: &Job<'_>,
+    sink: &mut dyn TensorSink,
+    states: &StateFiles,
+) -> Result<BTreeMap<String, String>> {
+    Ok(run_each(std::slice::from_ref(job), vec![sink], states)?.1)
+}
+
 /// Like [`quantize_each`], with control over where hidden states are kept: in files instead of memory, and saved
 /// between blocks so that a run can be resumed. The output does not depend on it.
 ///
@@ -103,7 +114,14 @@ pub fn quantize_each_with(
     sinks: Vec<&mut dyn TensorSink>,
     states: &StateFiles,
 ) -> Result<Vec<QuantReport>> {
-    let Some(job) = jobs.first() else { return Ok(Vec::new()) };
+    Ok(run_each(jobs, sinks, states)?.0)
+}
+
+/// The reports, and the hashes of weights that a part has read, but does not write.
+type Finished = (Vec<QuantReport>, BTreeMap<String, String>);
+
+fn run_each(jobs: &[Job<'_>], sinks: Vec<&mut dyn TensorSink>, states: &StateFiles) -> Result<Finished> {
+    let Some(job) = jobs.first() else { return Ok(Finished::default()) };
     if sinks.len() != jobs.len() || !jobs.iter().all(|other| other.shares_pass_with(job)) {
         return Err(Error::Internal("the jobs of a run differ in more than their grids".into()));
     }
@@ -113,7 +131,7 @@ pub fn quantize_each_with(
             .iter()
             .zip(sinks)
             .map(|(job, sink)| quantize_each_with(std::slice::from_ref(job), vec![sink], states));
-        return Ok(jobs.collect::<Result<Vec<_>>>()?.concat());
+        return Ok((jobs.collect::<Result<Vec<_>>>()?.concat(), BTreeMap::new()));
     }
     let layers = job.model.architecture().layers;
     let blocks = job.plan.blocks();
@@ -203,7 +221,7 @@ pub fn quantize_each_with(
         let _ = std::fs::remove_file(&saved.path);
     }
     job.observer.event(&Event::StageDone);
-    Ok(reports)
+    Ok((reports, hidden.map(Batch::into_sources).unwrap_or_default()))
 }
 
 impl Job<'_> {

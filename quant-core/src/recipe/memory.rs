@@ -242,7 +242,8 @@ impl Plan {
         let length = self.sampling.length as u64;
         // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
         // linears.
-        let widest: u64 = graph.linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
+        let linears = graph.linears().filter(|(id, ..)| self.passes_through(graph, *id));
+        let widest: u64 = linears.map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
         match self.method.search_mode(&self.settings).unwrap_or_default() {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
@@ -276,13 +277,9 @@ impl Plan {
             return largest;
         }
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
-        let node = |entry: &super::PlanEntry| match entry.action {
-            Action::Quantize { node, .. } => node,
-            Action::Rewrite { node, .. } => Some(node),
-            Action::Copy | Action::Repack { .. } => None,
-        };
-        let expert = |entry: &super::PlanEntry| node(entry).and_then(|node| kind.graph.expert_of(node));
-        resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert)
+        let expert = |entry: &super::PlanEntry| entry.node().and_then(|node| kind.graph.expert_of(node));
+        let own = resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert);
+        own + self.experts.as_ref().map_or(0, |part| part.beside)
     }
 }
 

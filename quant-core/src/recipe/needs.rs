@@ -6,6 +6,13 @@ use crate::scheme::{ActivationScheme, LinearScheme};
 use crate::transform::StepContext;
 use crate::{Error, Result};
 
+impl PlanEntry {
+    pub(super) fn has_static_activations(&self) -> bool {
+        // Weights that are already quantized come with the scales of their inputs.
+        matches!(self.action, Action::Quantize { scheme, .. } if scheme.has_static_activations())
+    }
+}
+
 impl Plan {
     /// Whether a calibration text is needed.
     pub fn needs_text(&self) -> bool {
@@ -32,11 +39,9 @@ impl Plan {
     }
 
     pub(super) fn has_static_activations(&self) -> bool {
-        // Weights that are already quantized come with the scales of their inputs.
-        let is_static = |e: &PlanEntry| matches!(e.action, Action::Quantize { scheme, .. } if scheme.has_static_activations());
         match self.calibrated {
             Some(whole) => whole.static_activations,
-            None => self.entries.iter().any(is_static),
+            None => self.entries.iter().any(PlanEntry::has_static_activations),
         }
     }
 

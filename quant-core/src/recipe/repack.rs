@@ -107,6 +107,7 @@ impl Plan {
             blocks: 0..architecture.layers,
             calibrated: None,
             forward: None,
+            experts: None,
             grids_sha256: String::new(),
             selectors: Vec::new(),
             float_modules,

@@ -114,7 +114,7 @@ impl Plan {
     }
 
     fn forward_operations(&self, model: &Model) -> f64 {
-        self.in_all_blocks(model, |work| work.block_operations())
+        self.in_all_blocks(model, |work| work.operations_of(|node| self.passes_through(work.graph, node)))
     }
 
     fn in_all_blocks(&self, model: &Model, of_block: impl Fn(&Workload<'_>) -> f64) -> f64 {

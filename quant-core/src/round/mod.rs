@@ -153,6 +153,12 @@ pub trait Rounding: Debug + Send + Sync {
         false
     }
 
+    /// Whether each expert of a block is rounded without regard to the others on inputs of the float model, so that
+    /// [`begin`](Self::begin) may get the grids of only some of them. A job in units can then split a block.
+    fn rounds_experts_apart(&self) -> bool {
+        false
+    }
+
     /// The memory in bytes that rounding a block needs, in addition to the block and the hidden states.
     fn memory(&self, _work: &Workload<'_>) -> RoundingMemory {
         RoundingMemory::default()

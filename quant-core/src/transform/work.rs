@@ -49,8 +49,13 @@ impl Workload<'_> {
 
     /// The operations for running the batch through the block.
     pub fn block_operations(&self) -> f64 {
+        self.operations_of(|_| true)
+    }
+
+    /// The operations for running the batch through some nodes of the block.
+    pub(crate) fn operations_of(&self, is_run: impl Fn(NodeId) -> bool) -> f64 {
         let length = self.sampling.length as f64;
-        let nodes = self.graph.nodes().iter().enumerate();
+        let nodes = self.graph.nodes().iter().enumerate().filter(|(id, _)| is_run(*id));
         nodes.map(|(id, n)| n.op.product_operations(self.tokens() * self.share_of_tokens(id), length)).sum()
     }
 

@@ -19,7 +19,7 @@ const MAX_DESCRIPTION_BYTES: u64 = 512 << 20;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Unit {
-    /// Its name: `forward/SHARD/GROUP`, `blocks/GROUP` or `outside`.
+    /// Its name: `forward/SHARD/GROUP`, `blocks/GROUP`, `blocks/GROUP/experts/PART` or `outside`.
     pub id: String,
     /// The tensors or hidden states that it computes.
     pub work: Work,
@@ -42,6 +42,13 @@ pub enum Work {
     },
     /// The tensors of some blocks.
     Blocks(Range<usize>),
+    /// A part of the tensors of a block whose experts are split over units.
+    Experts {
+        /// The block.
+        block: usize,
+        /// The experts whose linears it computes; `None` for everything that belongs to no expert.
+        experts: Option<Range<usize>>,
+    },
     /// The tensors outside the blocks.
     Outside,
 }
@@ -62,17 +69,30 @@ pub struct Cost {
     pub output_bytes: u64,
 }
 
+/// How the work of a job is split into units.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Split {
+    pub(super) blocks_per_unit: usize,
+    /// The requested number of shards of calibration windows for the passage through the float model.
+    pub(super) forward_shards: usize,
+    /// The number of experts whose linears a unit computes; `None` leaves blocks whole.
+    pub(super) experts_per_unit: Option<usize>,
+}
+
 /// Returns the units of a plan, in an order in which each follows those that it needs.
 ///
 /// # Errors
-/// [`Error::Usage`] if a result would depend on the results of all earlier blocks, or if a unit would not consist of
-/// whole spans.
+/// [`Error::Usage`] if a result would depend on the results of all earlier blocks, if a unit would not consist of whole
+/// spans, or if experts cannot be split.
 pub(super) fn units(
     plan: &Plan,
     model: &Model,
     windows: Option<&TokenWindows>,
-    [blocks_per_unit, forward_shards]: [usize; 2],
+    Split { blocks_per_unit, forward_shards, experts_per_unit }: Split,
 ) -> Result<Vec<Unit>> {
+    if experts_per_unit.is_some() {
+        require_experts(plan, model, blocks_per_unit)?;
+    }
     let groups: Vec<Range<usize>> = plan
         .blocks()
         .step_by(blocks_per_unit.max(1))
@@ -112,13 +132,52 @@ pub(super) fn units(
     for (group, blocks) in groups.into_iter().enumerate() {
         let before = group.checked_sub(1);
         let needs = before.into_iter().flat_map(|before| (0..shards.len()).map(move |s| forward(s, before)));
-        let (id, needs) = (format!("blocks/{group}"), needs.collect());
-        units.push(Unit { id, work: Work::Blocks(blocks), needs });
+        let (id, needs) = (format!("blocks/{group}"), needs.collect::<Vec<_>>());
+        let experts = model.architecture().graph(blocks.start).experts();
+        let Some(step) = experts_per_unit.filter(|_| experts > 0) else {
+            units.push(Unit { id, work: Work::Blocks(blocks), needs });
+            continue;
+        };
+        let ranges = (0..experts).step_by(step).map(|first| first..(first + step).min(experts));
+        for (part, experts) in std::iter::once(None).chain(ranges.map(Some)).enumerate() {
+            let id = match part {
+                0 => id.clone(),
+                _ => format!("{id}/experts/{}", part - 1),
+            };
+            let mut unit =
+                Unit { id, work: Work::Experts { block: blocks.start, experts }, needs: Vec::new() };
+            let part = unit.part(plan, model)?;
+            if part.entries.is_empty() {
+                continue;
+            }
+            if part.needs_blocks() {
+                unit.needs.clone_from(&needs);
+            }
+            units.push(unit);
+        }
     }
     if !plan.only_outside().entries.is_empty() {
         units.push(Unit { id: "outside".into(), work: Work::Outside, needs: Vec::new() });
     }
     Ok(units)
+}
+
+/// Fails if the experts of a block cannot be split over units.
+fn require_experts(plan: &Plan, model: &Model, blocks_per_unit: usize) -> Result<()> {
+    plan.require_independent_experts()?;
+    if blocks_per_unit != 1 {
+        return Err(Error::usage(
+            format!("‹experts_per_unit› splits blocks, but ‹blocks_per_unit› is {blocks_per_unit}"),
+            "leave one of them out",
+        ));
+    }
+    let mut blocks = plan.blocks();
+    match blocks.any(|layer| model.architecture().graph(layer).experts() > 0) {
+        true => Ok(()),
+        false => {
+            Err(Error::usage("‹experts_per_unit› has no effect: the model has no experts", "leave it out"))
+        }
+    }
 }
 
 /// Splits the calibration windows into at most `count` shards. The batch passes through the model in pieces; each shard
@@ -134,7 +193,7 @@ fn shards(windows: &TokenWindows, model: &Model, count: usize) -> Vec<Range<usiz
 }
 
 impl Unit {
-    pub(super) fn part(&self, plan: &Plan) -> Result<Plan> {
+    pub(super) fn part(&self, plan: &Plan, model: &Model) -> Result<Plan> {
         match &self.work {
             Work::Forward { windows, blocks, .. } => {
                 let mut part = plan.only_forward(blocks.clone())?;
@@ -142,13 +201,16 @@ impl Unit {
                 Ok(part)
             }
             Work::Blocks(blocks) => plan.only_blocks(blocks.clone()),
+            Work::Experts { block, experts } => {
+                plan.only_experts(model.architecture().graph(*block), *block, experts.clone())
+            }
             Work::Outside => Ok(plan.only_outside()),
         }
     }
 
     /// Returns the tensors of the unit's file; none if it holds hidden states.
-    pub(super) fn tensors(&self, plan: &Plan) -> Result<Vec<TensorSpec>> {
-        Ok(self.part(plan)?.outputs())
+    pub(super) fn tensors(&self, plan: &Plan, model: &Model) -> Result<Vec<TensorSpec>> {
+        Ok(self.part(plan, model)?.outputs())
     }
 
     pub(super) fn shard(&self) -> Option<usize> {
@@ -162,6 +224,7 @@ impl Unit {
     pub(super) fn blocks(&self) -> Range<usize> {
         match &self.work {
             Work::Forward { blocks, .. } | Work::Blocks(blocks) => blocks.clone(),
+            Work::Experts { block, .. } => *block..*block + 1,
             Work::Outside => 0..0,
         }
     }
@@ -179,7 +242,7 @@ impl Unit {
 
     /// Predicts the cost of the unit on a machine with these rates.
     pub(super) fn cost(&self, plan: &Plan, model: &Model, rates: Rates) -> Result<Cost> {
-        let part = self.part(plan)?;
+        let part = self.part(plan, model)?;
         let parts = std::slice::from_ref(&part);
         let (input_bytes, output_bytes) = self.bytes(plan, model)?;
         let memory_bytes = Plan::peak_memory(parts, model);
@@ -200,7 +263,7 @@ impl Unit {
 
     /// Predicts the bytes that the unit reads and writes.
     fn bytes(&self, plan: &Plan, model: &Model) -> Result<(u64, u64)> {
-        let part = self.part(plan)?;
+        let part = self.part(plan, model)?;
         let states = |layer: usize, windows: usize| {
             (4 * model.architecture().state_width(layer) as u64)
                 .saturating_mul(windows as u64)
@@ -212,12 +275,12 @@ impl Unit {
                 let weights = plan.only_blocks(blocks.clone())?.input_bytes();
                 (weights.saturating_add(before), states(blocks.end, windows.len()))
             }
-            Work::Blocks(blocks) => {
+            Work::Blocks(_) | Work::Experts { .. } => {
                 let before = match self.needs.is_empty() {
                     true => 0,
-                    false => states(blocks.start, part.sampling.samples),
+                    false => states(self.blocks().start, part.sampling.samples),
                 };
-                (part.input_bytes().saturating_add(before), part.output_bytes())
+                (part.bytes_read().saturating_add(before), part.output_bytes())
             }
             Work::Outside => (part.input_bytes(), part.output_bytes()),
         })

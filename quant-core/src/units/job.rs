@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use serde_json::Value;
 
-use super::graph::{self, Cost, Unit};
+use super::graph::{self, Cost, Split, Unit};
 use super::record::{JobRecord, SCHEMA, changed, companions, normalized, tensors_sha256};
 use super::store::{MAX_INPUT_BYTES, Publication, RECORD, Store, check_location, damaged, is_url};
 use super::windows;
@@ -33,6 +33,9 @@ pub struct JobRequest {
     pub blocks_per_unit: Option<usize>,
     /// The number of shards of calibration windows for the passage through the float model; 1 by default.
     pub forward_shards: Option<usize>,
+    /// Experts per unit, if the experts of a block are computed by several units. The rest of the block is one more
+    /// unit. By default, a unit has all experts of its blocks.
+    pub experts_per_unit: Option<usize>,
 }
 
 /// A job that was created, or existed already.
@@ -64,9 +67,11 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     }
     settings.check_formats(&request.extensions)?;
     settings.gguf.refuse()?;
-    for (name, value) in
-        [("blocks_per_unit", request.blocks_per_unit), ("forward_shards", request.forward_shards)]
-    {
+    for (name, value) in [
+        ("blocks_per_unit", request.blocks_per_unit),
+        ("forward_shards", request.forward_shards),
+        ("experts_per_unit", request.experts_per_unit),
+    ] {
         if value == Some(0) {
             return Err(Error::usage(format!("‹{name}› is 0"), "choose a positive number"));
         }
@@ -93,7 +98,11 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     run::report_notes(std::slice::from_ref(&plan), &opened.model, host);
     let windows = run::windows(&opened, &plan, &recipe, request.calibration.as_ref(), host)?;
     let blocks_per_unit = request.blocks_per_unit.or(plan.span_blocks()).unwrap_or(1);
-    let split = [blocks_per_unit, request.forward_shards.unwrap_or(1)];
+    let split = Split {
+        blocks_per_unit,
+        forward_shards: request.forward_shards.unwrap_or(1),
+        experts_per_unit: request.experts_per_unit,
+    };
     let units = graph::units(&plan, &opened.model, windows.as_ref(), split)?;
     if request.forward_shards.is_some() && !units.iter().any(Unit::is_forward) {
         return Err(Error::usage(
@@ -126,8 +135,9 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
         model: absolute(opened.directory.path())?,
         settings: stored,
         windows: tokens,
-        blocks_per_unit: split[0],
-        forward_shards: split[1],
+        blocks_per_unit: split.blocks_per_unit,
+        forward_shards: split.forward_shards,
+        experts_per_unit: split.experts_per_unit,
         run: run_record(&opened, &plan, windows.as_ref(), host)?,
         tensors_sha256: tensors_sha256(&plan),
         companions: companions(&opened.directory, host.cancel)?,
@@ -270,7 +280,11 @@ impl UnitJob {
             record.overlook_machine(&mut run);
         }
         record.check(directory, &run, &tensors_sha256(&plan))?;
-        let split = [record.blocks_per_unit, record.forward_shards];
+        let split = Split {
+            blocks_per_unit: record.blocks_per_unit,
+            forward_shards: record.forward_shards,
+            experts_per_unit: record.experts_per_unit,
+        };
         let units = graph::units(&plan, &opened.model, windows.as_ref(), split)?;
         let (digest, companions, known) = (record.digest(), record.companions, Mutex::default());
         Ok(Self { store, opened, plan, windows, units, digest, companions, known })

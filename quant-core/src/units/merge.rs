@@ -116,7 +116,7 @@ impl UnitJob {
         host.observer.event(&Event::StageStarted { stage: "merge", unit: "unit", units: count });
         for unit in units {
             host.cancel.check()?;
-            let part = unit.part(&self.plan)?;
+            let part = unit.part(&self.plan, &self.opened.model)?;
             let is_held = part.entries.iter().all(|entry| {
                 let mut outputs = entry.outputs.iter();
                 writer.recall(&entry.tensor).is_some() && outputs.all(|o| writer.is_complete(&o.name))

@@ -16,7 +16,7 @@ use crate::run::RecipeSettings;
 use crate::wording::parser_message;
 use crate::{CancelToken, Error, Result};
 
-pub(super) const SCHEMA: &str = "quant-job/2";
+pub(super) const SCHEMA: &str = "quant-job/3";
 /// The maximum size of a record, which lists the scheme of every linear.
 const MAX_BYTES: u64 = 256 << 20;
 const MAX_LISTED: usize = 8;
@@ -37,6 +37,9 @@ pub(super) struct JobRecord {
     pub(super) blocks_per_unit: usize,
     /// The requested number of shards of calibration windows for the passage through the float model.
     pub(super) forward_shards: usize,
+    /// The number of experts whose linears a unit computes; `None` if blocks are whole.
+    #[serde(deserialize_with = "Option::deserialize")]
+    pub(super) experts_per_unit: Option<usize>,
     /// The data on which the results depend: the program, the configuration of the model, all settings, and the tokens.
     pub(super) run: Value,
     /// A hash of the name, type, shape and outputs of every tensor.
@@ -63,8 +66,9 @@ impl JobRecord {
         }
         let record: Self = serde_json::from_value(value)
             .map_err(|e| damaged(path, parser_message(&e.to_string(), "an object")))?;
-        if record.blocks_per_unit == 0 || record.forward_shards == 0 {
-            return Err(damaged(path, "has units without blocks or shards".into()));
+        let [blocks, shards] = [record.blocks_per_unit, record.forward_shards];
+        if blocks == 0 || shards == 0 || record.experts_per_unit == Some(0) {
+            return Err(damaged(path, "has units without blocks, shards or experts".into()));
         }
         Ok(record)
     }
@@ -82,6 +86,7 @@ impl JobRecord {
             "tensors_sha256": self.tensors_sha256,
             "blocks_per_unit": self.blocks_per_unit,
             "forward_shards": self.forward_shards,
+            "experts_per_unit": self.experts_per_unit,
         });
         hex(blake3::hash(results.to_string().as_bytes()).as_bytes())
     }

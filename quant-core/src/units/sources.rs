@@ -58,7 +58,7 @@ impl UnitJob {
         if unit.is_forward() {
             return sources_of(path);
         }
-        let part = unit.part(&self.plan)?;
+        let part = unit.part(&self.plan, &self.opened.model)?;
         let stored: HashMap<&str, &str> = part.entries.iter().map(|e| (&*e.tensor, &*e.stored)).collect();
         let file = UnitFile::open(path, part.outputs(), identity)?;
         let source = |(tensor, report): (&String, &serde_json::Value)| {
@@ -67,7 +67,18 @@ impl UnitJob {
                 report.get("source_sha256")?.as_str()?.to_owned(),
             ))
         };
-        Ok(file.reports().filter_map(source).collect())
+        let others = file.others_read().map(|(name, hash)| (name.clone(), hash.to_owned()));
+        Ok(file.reports().filter_map(source).chain(others).collect())
+    }
+
+    /// The hashes of the tensors that a unit has read, but does not write.
+    fn others_read(&self, unit: &Unit, path: &Path, identity: &Identity) -> Result<BTreeMap<String, String>> {
+        if unit.is_forward() {
+            return sources_of(path);
+        }
+        let tensors = unit.tensors(&self.plan, &self.opened.model)?;
+        let file = UnitFile::open(path, tensors, identity)?;
+        Ok(file.others_read().map(|(name, hash)| (name.clone(), hash.to_owned())).collect())
     }
 
     /// Fails unless the weights that units passed hidden states through are those that other units rounded, and which
@@ -79,11 +90,12 @@ impl UnitJob {
             sink.recall(entries.get(stored)?)?.get("source_sha256")?.as_str().map(str::to_owned)
         };
         let mut known: HashMap<String, Option<String>> = HashMap::new();
-        for unit in self.units().iter().filter(|unit| unit.is_forward()) {
+        let reads_others = |unit: &&Unit| unit.is_forward() || matches!(unit.work, Work::Experts { .. });
+        for unit in self.units().iter().filter(reads_others) {
             let Some(identity) = self.identity(unit)? else { continue };
             let path = self.store.files.outline(&key(&identity))?;
             let path = path.ok_or_else(|| self.gone(unit))?;
-            for (stored, sha256) in sources_of(&path)? {
+            for (stored, sha256) in self.others_read(unit, &path, &identity)? {
                 let expected = known.entry(stored.clone()).or_insert_with(|| reported(&stored));
                 if expected.as_ref().is_none_or(|expected| *expected == sha256) {
                     continue;
@@ -121,8 +133,13 @@ impl UnitJob {
 
     pub(super) fn unit_of(&self, tensor: &str) -> Option<&Unit> {
         let layer = self.plan.entries.iter().find(|entry| entry.tensor == tensor)?.layer;
+        let holds = |unit: &Unit| {
+            let part = unit.part(&self.plan, &self.opened.model);
+            part.is_ok_and(|part| part.entries.iter().any(|entry| entry.tensor == tensor))
+        };
         self.units().iter().find(|unit| match (&unit.work, layer) {
             (Work::Blocks(blocks), Some(layer)) => blocks.contains(&layer),
+            (Work::Experts { block, .. }, Some(layer)) => *block == layer && holds(unit),
             (Work::Outside, None) => true,
             _ => false,
         })

@@ -21,6 +21,8 @@ use crate::{CancelToken, Error, Result, system};
 pub(super) const SCHEMA: &str = "quant-unit/1";
 pub(super) const ABOUT: &str = "about";
 pub(super) const SHA256: &str = "sha256";
+/// In `about`: the SHA-256 of weights that the unit has read, but does not write.
+const READ: &str = "read_sha256";
 /// The maximum size of `about`.
 const MAX_ABOUT_BYTES: u64 = 256 << 20;
 const HASH_BYTES: u64 = 32;
@@ -78,17 +80,22 @@ impl UnitSink {
     }
 
     /// Completes and syncs the file.
-    pub(super) fn finish(self, identity: &Identity) -> Result<()> {
+    ///
+    /// `read` has the hashes of the weights that the unit has read, but does not write, by name.
+    pub(super) fn finish(self, identity: &Identity, read: &BTreeMap<String, String>) -> Result<()> {
         if let Some((name, _)) = self.tensors.iter().find(|(_, t)| t.written != t.len) {
             return Err(Error::Internal(format!("tensor `{name}` of a unit is incomplete")));
         }
-        let head = json!({
+        let mut head = json!({
             "schema": SCHEMA,
             "version": env!("CARGO_PKG_VERSION"),
             "unit": identity.unit,
             "job": identity.job,
             "key": identity.key,
         });
+        if !read.is_empty() {
+            head[READ] = json!(read);
+        }
         let mut about = head.to_string();
         about.pop();
         about.push_str(r#","reports":{"#);
@@ -232,6 +239,12 @@ impl<'a> UnitFile<'a> {
             true => Ok(stored),
             false => Err(damaged(self.path, "is damaged: the contents do not match the stored hash".into())),
         }
+    }
+
+    /// The hashes of the weights that the unit has read, but does not write, by name.
+    pub(super) fn others_read(&self) -> impl Iterator<Item = (&String, &str)> {
+        let read = self.about[READ].as_object().into_iter().flatten();
+        read.filter_map(|(name, hash)| Some((name, hash.as_str()?)))
     }
 
     /// The reports of the unit's tensors by name, which are correct if [`read`](Self::read) found no damage.

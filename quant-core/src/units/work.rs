@@ -12,7 +12,7 @@ use super::store::{LOG, LocalFile, Publication, UNITS};
 use super::unit_file::{Identity, UnitFile, UnitSink, stored_digest};
 use crate::calibrate::{Residence, Spill, TokenWindows};
 use crate::checkpoint::MemorySink;
-use crate::pipeline::{self, StateFiles, quantize_part};
+use crate::pipeline::{self, StateFiles, quantize_unit};
 use crate::run::{Host, MemoryBudget, residence};
 use crate::{Category, Error, Result, system};
 
@@ -304,7 +304,7 @@ impl UnitJob {
         (file, options): (&Path, &WorkOptions),
         host: &Host<'_>,
     ) -> Result<()> {
-        let part = unit.part(&self.plan)?;
+        let part = unit.part(&self.plan, &self.opened.model)?;
         let shard = self.windows_of(unit);
         let windows = shard.as_ref().or(self.windows.as_ref());
         let parts = std::slice::from_ref(&part);
@@ -333,11 +333,11 @@ impl UnitJob {
         };
         let job = job(&self.opened, &part, windows, (host.observer, host.cancel));
         if unit.is_forward() {
-            return quantize_part(&job, &mut MemorySink::new(Vec::new())?, &states).map(drop);
+            return quantize_unit(&job, &mut MemorySink::new(Vec::new())?, &states).map(drop);
         }
         let mut sink = UnitSink::create(file, part.outputs())?;
-        quantize_part(&job, &mut sink, &states)?;
-        sink.finish(identity)
+        let read = quantize_unit(&job, &mut sink, &states)?;
+        sink.finish(identity, &read)
     }
 
     /// `None` for units that compute no hidden states.
@@ -401,11 +401,11 @@ impl UnitJob {
     /// Fails if a result is damaged.
     fn check(&self, unit: &Unit, identity: &Identity, path: &Path, host: &Host<'_>) -> Result<()> {
         if unit.is_forward() {
-            let (part, shard) = (unit.part(&self.plan)?, self.windows_of(unit));
+            let (part, shard) = (unit.part(&self.plan, &self.opened.model)?, self.windows_of(unit));
             let job = job(&self.opened, &part, shard.as_ref(), (host.observer, host.cancel));
             return pipeline::check_states(path, &job, part.blocks().end, &self.depends_on());
         }
-        let file = UnitFile::open(path, unit.tensors(&self.plan)?, identity)?;
+        let file = UnitFile::open(path, unit.tensors(&self.plan, &self.opened.model)?, identity)?;
         file.read(host.cancel, &mut |_, _, _| Ok(())).map(drop)
     }
 

@@ -5,6 +5,7 @@
 //! are computed from the graph, so no consumer can be forgotten. [`Op::scale_pass`] says how a scale passes through
 //! each operation. Scales are positive, since a ReLU only commutes with positive scales.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::AttentionShape;
@@ -158,6 +159,17 @@ impl BlockGraph {
         &inputs[..op.needed_inputs().unwrap_or(inputs.len()).min(inputs.len())]
     }
 
+    /// Returns the node and all nodes whose values are needed to compute it.
+    pub fn needed_for(&self, id: NodeId) -> BTreeSet<NodeId> {
+        let mut needed = BTreeSet::from([id]);
+        for earlier in (0..=id).rev() {
+            if needed.contains(&earlier) {
+                needed.extend(self.needed_by(earlier));
+            }
+        }
+        needed
+    }
+
     /// Returns the node that is the block's input.
     pub fn input(&self) -> NodeId {
         self.nodes.iter().position(|n| matches!(n.op, Op::Input { .. })).unwrap_or(0)
@@ -187,6 +199,16 @@ impl BlockGraph {
     /// Returns the expert that a node belongs to, as the node that selects the rows it reads.
     pub fn expert_of(&self, id: NodeId) -> Option<NodeId> {
         self.nodes[id].inputs.first().and_then(|&input| self.rows[input])
+    }
+
+    /// Returns the number of the expert that a node belongs to, from 0.
+    pub fn expert_number(&self, id: NodeId) -> Option<usize> {
+        self.nodes[self.expert_of(id)?].op.selected_expert()
+    }
+
+    /// Returns the number of the block's experts that each run on some of the tokens.
+    pub fn experts(&self) -> usize {
+        self.nodes.iter().filter(|node| node.op.selected_expert().is_some()).count()
     }
 
     /// Returns the bytes per token of the two buffers that are kept while the experts of a block are evaluated in

@@ -10,7 +10,7 @@ pub(super) use draft::FoldedNodes;
 
 use draft::{Draft, Drafted};
 
-use super::part::Calibrated;
+use super::part::{Calibrated, ExpertPart};
 use super::scale_groups::ScaleGroups;
 use super::select::Selection;
 use super::{CacheScale, Recipe, SelectorMatches};
@@ -166,6 +166,8 @@ pub struct Plan {
     pub(super) calibrated: Option<Calibrated>,
     /// The bytes of the largest block, if the plan only moves the batch through the float model.
     pub(super) forward: Option<u64>,
+    /// Set if the plan covers only some experts of a block, or everything but its experts.
+    pub(super) experts: Option<ExpertPart>,
     /// The SHA-256 of the schemes and scale dtypes of all quantized modules, including those outside the covered
     /// blocks.
     pub(super) grids_sha256: String,
@@ -308,6 +310,7 @@ impl Plan {
             blocks: 0..architecture.layers,
             calibrated: None,
             forward: None,
+            experts: None,
             grids_sha256: String::new(),
             selectors,
             float_modules,

@@ -44,6 +44,12 @@ fn settings(all: &TransformSettings) -> GptqSettings {
     all.steps.get()
 }
 
+/// The linears that are rounded, with their shapes.
+fn rounded<'a>(work: &'a Workload<'_>) -> impl Iterator<Item = (NodeId, [usize; 2])> + 'a {
+    let linears = work.graph.linears().map(|(id, _, shape, _)| (id, shape));
+    linears.filter(|(id, _)| work.schemes.contains_key(id))
+}
+
 impl Rounding for Gptq {
     fn name(&self) -> &'static str {
         "gptq"
@@ -93,16 +99,20 @@ impl Rounding for Gptq {
         settings(all).inputs == LayerInputs::Quantized
     }
 
+    fn rounds_experts_apart(&self) -> bool {
+        true
+    }
+
     fn memory(&self, work: &Workload<'_>) -> RoundingMemory {
         let graph = work.graph;
         let widths: BTreeMap<NodeId, u64> =
-            graph.linears().map(|(id, _, [_, k], _)| (graph.nodes()[id].inputs[0], k as u64)).collect();
+            rounded(work).map(|(id, [_, k])| (graph.nodes()[id].inputs[0], k as u64)).collect();
         let largest = |bytes: fn(u64) -> u64| widths.values().map(|k| bytes(*k)).max().unwrap_or(0);
         let all: u64 = widths.values().map(|k| Hessian::kept_bytes(*k)).sum();
         // Codes, packed codes, and the rows that each thread is processing.
         let linear =
             |[n, k]: [usize; 2]| (2 * n * k + rayon::current_num_threads() * SOLVED_ROWS * 5 * k) as u64;
-        let linear = graph.linears().map(|(_, _, shape, _)| linear(shape)).max().unwrap_or(0);
+        let linear = rounded(work).map(|(_, shape)| linear(shape)).max().unwrap_or(0);
         let [kept, peak] = [largest(Hessian::kept_bytes), largest(Hessian::peak_bytes)];
         match settings(work.settings).inputs {
             LayerInputs::Quantized => {
@@ -120,7 +130,7 @@ impl Rounding for Gptq {
         let graph = work.graph;
         let mut widths = BTreeMap::new();
         let mut operations = 0.0;
-        for (id, _, [n, k], _) in graph.linears() {
+        for (id, [n, k]) in rounded(work) {
             widths.insert(graph.nodes()[id].inputs[0], k as f64);
             operations += n as f64 * (k as f64).powi(2);
         }

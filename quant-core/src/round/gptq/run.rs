@@ -228,10 +228,14 @@ impl RoundingTask<'_> {
         for (value, hessian) in stages.into_keys().zip(&mut hessians) {
             pass.gather(*value, hessian)?;
         }
+        if !advance {
+            pass.run_gathered(states)?;
+            return Ok(hessians);
+        }
         // If some experts run on all tokens here, the states are advanced separately through the original block, so
         // that they stay bit-identical.
-        pass.run(states, advance && self.unrouted.is_empty())?;
-        if advance && !self.unrouted.is_empty() {
+        pass.run(states, self.unrouted.is_empty())?;
+        if !self.unrouted.is_empty() {
             states.advance(&self.block, self.cancel)?;
         }
         Ok(hessians)
