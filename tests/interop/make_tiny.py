@@ -48,6 +48,8 @@ LLAMA_CPP_GEMMA4 = {"model_type": "gemma4_text", "num_hidden_layers": 4, "head_d
 FIRST_DENSE = {"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
                "moe_intermediate_size": 64, "first_k_dense_replace": 1}
 MLA = {"num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+# With enough heads that few keys have the same score.
+INDEXED = {"q_lora_rank": 64, "index_topk": 128, "index_n_heads": 16, "index_head_dim": 64}
 MLA_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "original_max_position_embeddings": 512}
 VARIANTS = {
@@ -411,6 +413,12 @@ VARIANTS |= {
     "hy_v3-first": EXPERTS | {"model_type": "hy_v3", "num_hidden_layers": 3, "head_dim": 32, "num_experts": 6,
                               "num_shared_experts": 2, "moe_intermediate_size": 64, "router_scaling_factor": 1.7,
                               "first_k_dense_replace": 1},
+    "deepseek_v32-indexed": FIRST_DENSE | MLA | INDEXED | {
+        "model_type": "deepseek_v32", "n_group": 4, "topk_group": 2,
+        "rope_parameters": MLA_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "glm_moe_dsa-shared": FIRST_DENSE | MLA | INDEXED | {
+        "model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.6,
+        "indexer_types": ["full", "shared", "full"]},
     "glm-partial": {"model_type": "glm", "head_dim": 32, "pad_token_id": 0},
     "internlm2-unbiased": {"model_type": "llama", "head_dim": 32},
     "gpt_neox-parallel": {"model_type": "gpt_neox"} | rope(rope_type="default", partial_rotary_factor=0.5),
@@ -747,7 +755,7 @@ def make_spaced_tokenizer():
 def add_what_the_converter_reads(variant, out, tokenizer):
     """Adds what llama.cpp's converters of some families expect: a kind of tokenizer, or tokens with certain texts."""
     settings = {}
-    if variant.startswith(("glm4", "glm-")):
+    if variant.startswith(("glm4", "glm-", "glm_")):
         tokenizer.add_special_tokens(["[gMASK]", "<|endoftext|>", "<|user|>", "<|observation|>"])
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     elif variant.startswith("fused"):

@@ -33,16 +33,19 @@ def convert(llama_cpp, model_dir, pre_tokenizer, out):
             sys.path.insert(0, str(path))
     import convert_hf_to_gguf
     from conversion.base import TextModel
+    from conversion.deepseek import DeepseekV32Model
 
     argv = ["convert_hf_to_gguf", str(model_dir), "--outtype", "f32", "--outfile", str(out)]
     # For these families, the converter expects blocks for multi-token prediction unless an option disables them.
-    if json.loads((model_dir / "config.json").read_text())["model_type"].startswith(("qwen3_5", "qwen3_next")):
+    if json.loads((model_dir / "config.json").read_text())["model_type"].startswith(("qwen3_5", "qwen3_next", "deepseek_v32", "glm_moe_dsa")):
         argv.append("--no-mtp")
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         stack.enter_context(mock.patch.object(sys, "argv", argv))
         stack.enter_context(mock.patch.object(TextModel, "get_vocab_base_pre",
                                               lambda _model, _tokenizer: pre_tokenizer))
+        # It requires an option that transformers drops if tokenizer.json already adds a BOS token.
+        stack.enter_context(mock.patch.object(DeepseekV32Model, "set_vocab", TextModel._set_vocab_gpt2))
         # The converter would set up logging for the whole process.
         stack.enter_context(mock.patch.object(logging, "basicConfig"))
         convert_hf_to_gguf.main()

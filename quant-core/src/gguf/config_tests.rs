@@ -40,6 +40,17 @@ pub(super) fn config(family: &str, changes: Json) -> Json {
                     "q_lora_rank": 24,
                     "rope_parameters": merged(yarn, json!({ "mscale": 1.0, "mscale_all_dim": 1.0 })) }),
         ),
+        "deepseek_v32" => merged(
+            latent,
+            json!({ "architectures": ["DeepseekV32ForCausalLM"], "n_group": 4, "topk_group": 2, "q_lora_rank": 24,
+                    "index_n_heads": 3, "index_head_dim": 16, "index_topk": 128,
+                    "rope_parameters": merged(yarn, json!({ "mscale": 1.0, "mscale_all_dim": 1.0 })) }),
+        ),
+        "glm_moe_dsa" => merged(
+            latent,
+            json!({ "architectures": ["GlmMoeDsaForCausalLM"], "q_lora_rank": 24, "index_n_heads": 3,
+                    "index_head_dim": 16, "index_topk": 128, "indexer_types": ["full", "shared", "full"] }),
+        ),
         "deepseek_v2" => merged(latent, json!({ "architectures": ["DeepseekV2ForCausalLM"] })),
         "olmoe" => experts("OlmoeForCausalLM", json!({ "num_key_value_heads": 4 })),
         "granitemoe" => experts("GraniteMoeForCausalLM", json!({ "logits_scaling": 4.0 })),
@@ -160,7 +171,7 @@ pub(super) fn about(config: &Json) -> Result<About> {
     Ok((a, about.entries, about.warnings))
 }
 
-pub(super) const WITH_PARTS_OF_THEIR_OWN: [&str; 28] = [
+pub(super) const WITH_PARTS_OF_THEIR_OWN: [&str; 30] = [
     "gpt_oss",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -168,6 +179,8 @@ pub(super) const WITH_PARTS_OF_THEIR_OWN: [&str; 28] = [
     "glm4_moe",
     "deepseek_v3",
     "deepseek_v2",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "olmoe",
     "granitemoe",
     "cohere2",

@@ -42,7 +42,7 @@ pub(super) fn metadata(
     let mut put = |key: &str, value: Value| entries.push((format!("{}.{key}", family.arch), value));
     let count = |n: usize| specials::count(family, n);
     put("block_count", count(a.layers)?);
-    put("context_length", count(a.max_positions)?);
+    put("context_length", count(context_length(a, config))?);
     put("embedding_length", count(a.hidden)?);
     put("vocab_size", count(a.vocab)?);
     if family.has_two_kinds {
@@ -80,6 +80,7 @@ pub(super) fn metadata(
     specials::sections(a, family, config, &mut put);
     mixers::keys(a, family, &mut put)?;
     specials::position_scale(a, family, &mut put)?;
+    specials::indexers(a, family, &mut put)?;
     llama4::keys(a, family, facts.routing.map_or(0, |routing| routing.experts), &mut put)?;
     let windows: Vec<Option<usize>> =
         (0..a.layers).map(|layer| a.graph(layer).attentions().find_map(|shape| shape.window)).collect();
@@ -125,6 +126,14 @@ pub(super) fn metadata(
     let (rope_factors, note) = rope(a, family, &facts, &mut put)?;
     warnings.extend(note);
     Ok(ModelMetadata { entries, warnings, rope_factors })
+}
+
+/// The number of positions. quant runs models with an indexer only on windows in which it selects all keys, but
+/// llama.cpp runs them on longer ones.
+fn context_length(a: &Architecture, config: &serde_json::Map<String, serde_json::Value>) -> usize {
+    let stated = config.get("max_position_embeddings").and_then(serde_json::Value::as_u64);
+    let stated = stated.and_then(|n| usize::try_from(n).ok());
+    stated.filter(|_| a.selected_keys.is_some()).unwrap_or(a.max_positions)
 }
 
 /// The width of dense MLPs in a model without any, as the configuration has it: otherwise, that of an expert.
@@ -321,6 +330,7 @@ fn has_unnamed(family: &GgufFamily, op: &Op) -> bool {
         Op::Normalize { .. } | Op::ScaleBy { .. } => family.has_two_kinds || has_state_space,
         Op::Multiply => family.has_two_kinds || family.mixer == Some(Mixer::ShortConvolution),
         Op::PositionScale(_) => family.scales_queries || family.has_chunks,
+        Op::SelectKeys => family.has_indexer(),
         _ => false,
     }
 }
@@ -520,7 +530,11 @@ fn rope(
             Ok((Vec::new(), None))
         }
         RopeScaling::Llama3 { .. } => Ok((vec![(ROPE_FACTORS, first.divisors())], None)),
-        RopeScaling::Dynamic { positions, .. } if *positions >= a.max_positions => Ok((Vec::new(), None)),
+        RopeScaling::Dynamic { positions, .. }
+            if *positions >= a.max_positions && a.selected_keys.is_none() =>
+        {
+            Ok((Vec::new(), None))
+        }
         RopeScaling::LongRope(long) if family.has_long_rope => {
             put("rope.scaling.original_context_length", Value::U32(long.original_positions as u32));
             put("rope.scaling.attn_factor", Value::F32(long.attention_factor as f32));

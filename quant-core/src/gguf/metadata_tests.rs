@@ -1,6 +1,7 @@
 //! How files describe models of every family with special parts, and what files cannot describe.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use serde_json::{Value as Json, json};
 
@@ -10,6 +11,8 @@ use super::file::{Array, Value};
 use super::rows::Change;
 use super::{layout, metadata};
 use crate::Error;
+use crate::checkpoint::{ConfigFields, MemorySource};
+use crate::model::describe;
 
 #[test]
 fn every_tensor_has_one_place() {
@@ -61,6 +64,18 @@ fn keys_of_single_families() {
     let multiplier = value("deepseek_v3", json!({}), "rope.scaling.yarn_log_multiplier");
     assert!(matches!(multiplier, Some(Value::F32(m)) if (m - 0.1).abs() < 1e-6), "{multiplier:?}");
     assert_eq!(value("glm4_moe", json!({}), "leading_dense_block_count"), Some(Value::U32(1)));
+    for (key, expected) in [("head_count", 3), ("key_length", 16), ("top_k", 128)] {
+        for name in ["deepseek_v32", "glm_moe_dsa"] {
+            let found = value(name, json!({}), &format!("attention.indexer.{key}"));
+            assert_eq!(found, Some(Value::U32(expected)), "{name}: {key}");
+        }
+    }
+    // llama.cpp also runs windows in which the indexer does not select all keys.
+    assert_eq!(value("deepseek_v32", json!({}), "context_length"), Some(Value::U32(512)));
+    assert_eq!(value("deepseek_v32", json!({}), "attention.indexer.types"), None);
+    assert_eq!(value("glm_moe_dsa", json!({}), "attention.indexer.types"), flags(&[true, false, true]));
+    let all = value("glm_moe_dsa", json!({ "indexer_types": null }), "attention.indexer.types");
+    assert_eq!(all, flags(&[true; 3]));
     assert_eq!(value("glm4_moe", json!({}), "expert_gating_func"), Some(Value::U32(2)));
     let recurrent = value("qwen3_next", json!({}), "attention.recurrent_layers");
     assert_eq!(recurrent, flags(&[true, true, true, false]));
@@ -230,6 +245,31 @@ fn text_models_of_vision_language_models_have_their_own_architectures() {
 }
 
 #[test]
+fn families_that_cannot_be_written_are_refused_with_the_reason() {
+    for (name, class, expected) in [
+        ("phimoe", "PhimoeForCausalLM", "phimoe cannot be written as GGUF: llama.cpp computes other norms"),
+        (
+            "cohere2_moe",
+            "Cohere2MoeForCausalLM",
+            "cohere2_moe cannot be written as GGUF: it has not been compared",
+        ),
+        ("opt", "OPTForCausalLM", "opt cannot be written as GGUF: llama.cpp has no architecture"),
+    ] {
+        let changes = json!({
+            "architectures": [class], "model_type": name, "num_experts": 4, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "ffn_dim": 96, "head_dim": 16,
+        });
+        let config = merged(config("ernie4_5", json!({})), changes);
+        let config = config.as_object().unwrap();
+        let a = describe(&ConfigFields::new(Path::new("config.json"), config), &MemorySource::new()).unwrap();
+        match families::require(&a) {
+            Err(error @ Error::Usage { .. }) => assert!(error.to_string().contains(expected), "{error}"),
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+}
+
+#[test]
 fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
     let yarn =
         |changes: Json| json!({ "rope_parameters": merged(serde_json::from_str(YARN).unwrap(), changes) });
@@ -249,6 +289,13 @@ fn what_llama_cpp_computes_otherwise_is_refused_or_reported() {
             "deepseek_v2",
             json!({ "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2 }),
             "other than the sum",
+        ),
+        ("deepseek_v32", yarn(json!({})), "attention factor for rotated channels"),
+        ("deepseek_v32", json!({ "index_head_dim": 6 }), "have 6 channels, but 8 channels"),
+        (
+            "glm_moe_dsa",
+            json!({ "rope_parameters": { "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0 } }),
+            "RoPE scaling is not supported",
         ),
         ("olmoe", json!({ "num_key_value_heads": 2 }), "2 key heads and 4"),
         ("olmoe", json!({ "norm_topk_prob": true }), "divided by their sum"),

@@ -158,7 +158,7 @@ fn factors_in_weights_are_not_applied_again() {
 
 #[test]
 fn contradictory_numbers_of_blocks_and_heads_are_refused() {
-    let faults: [(&str, &str, Value, &str); 8] = [
+    let faults: [(&str, &str, Value, &str); 12] = [
         ("lfm2", "attention.head_count_kv", integers(&[0, 2]), "one per block"),
         ("lfm2", "attention.head_count_kv", integers(&[1, 2, 1]), "different values for different blocks"),
         ("granitemoehybrid", "ssm.inner_size", Value::U32(100), "multiple of the number of heads"),
@@ -167,6 +167,10 @@ fn contradictory_numbers_of_blocks_and_heads_are_refused() {
         ("nemotron_h", "feed_forward_length", integers(&[96, -1, 0, 0]), "one per block"),
         ("llama4_text", "attention.sliding_window", Value::U32(0), "models without chunks"),
         ("gpt_neox", "use_parallel_residual", Value::U32(1), "must be a boolean"),
+        ("glm_moe_dsa", "attention.indexer.types", bools(&[true, true]), "at least 3 booleans"),
+        ("glm_moe_dsa", "attention.indexer.types", bools(&[true; 3]), "blk.1.indexer.attn_q_b.weight"),
+        ("glm_moe_dsa", "attention.indexer.types", bools(&[true, false, false]), "not supported for glm-dsa"),
+        ("deepseek_v32", "attention.indexer.key_length", Value::U32(8), "indexer.attn_q_b.weight"),
     ];
     for (name, key, value, expected) in faults {
         let (_, family, mut entries, tensors) = file(&config(name, json!({})));
@@ -188,6 +192,10 @@ fn contradictory_numbers_of_blocks_and_heads_are_refused() {
     entries.push((key, Value::U32(3)));
     let message = read(&entries, &tensors).unwrap_err().to_string();
     assert!(message.contains("shortconv.conv.weight"), "{message}");
+}
+
+fn bools(list: &[bool]) -> Value {
+    Value::Array(super::file::Array::Bool(list.to_vec()))
 }
 
 fn integers(list: &[i32]) -> Value {

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value as Json};
 
-use super::families::{GgufFamily, RoutingKeys, Sections};
+use super::families::{GgufFamily, INDEXER_KEY, INDEXER_WEIGHTS, RoutingKeys, Sections};
 use super::file::{Array, Value};
 use super::metadata::unfit;
 use super::{layout, mixers};
@@ -230,6 +230,37 @@ pub(super) fn position_scale(
     put("attention.temperature_scale", Value::F32(scale.beta));
     if LatentWidths::of(a.graph(0)).is_some() {
         put("attention.temperature_length", count(family, scale.original_positions)?);
+    }
+    Ok(())
+}
+
+/// Writes the sizes of the indexers and the number of keys that they select.
+pub(super) fn indexers(
+    a: &Architecture,
+    family: &GgufFamily,
+    put: &mut impl FnMut(&str, Value),
+) -> Result<()> {
+    let Some(keys) = a.selected_keys else { return Ok(()) };
+    let rows = |layer: usize, linear: &str| {
+        a.graph(layer).linears().find(|(_, name, ..)| *name == linear).map(|(_, _, [rows, _], _)| rows)
+    };
+    // The first block always has an indexer.
+    let [Some(width), Some(heads)] = [INDEXER_KEY, INDEXER_WEIGHTS].map(|linear| rows(0, linear)) else {
+        return Err(unfit(family, "its first block has no indexer".into()));
+    };
+    let rotated = LatentWidths::of(a.graph(0)).map_or(0, |latent| latent.rotary);
+    if width < rotated {
+        let reason = format!(
+            "the heads of its indexer have {width} channels, but {rotated} channels of each head are rotated"
+        );
+        return Err(unfit(family, reason));
+    }
+    put("attention.indexer.head_count", count(family, heads)?);
+    put("attention.indexer.key_length", count(family, width)?);
+    put("attention.indexer.top_k", count(family, keys)?);
+    if family.shares_indexers {
+        let own = (0..a.layers).map(|layer| rows(layer, INDEXER_KEY).is_some()).collect();
+        put("attention.indexer.types", Value::Array(Array::Bool(own)));
     }
     Ok(())
 }

@@ -5,7 +5,10 @@ mod more;
 mod table;
 mod vision;
 
+use std::collections::BTreeSet;
+
 use crate::model::{Activation, Architecture, Op};
+use crate::{Error, Result};
 
 pub(super) use table::FAMILIES;
 
@@ -110,6 +113,8 @@ pub(super) struct GgufFamily {
     pub(super) scales_queries: bool,
     /// The module of the final norm in the file.
     pub(super) final_norm: &'static str,
+    /// Whether a key says which blocks have an indexer; the others use the keys that the previous one selected.
+    pub(super) shares_indexers: bool,
     /// Whether a BPE with `▁` for spaces is stored with its merges, rather than with scores.
     pub(super) keeps_merges: bool,
     /// Tokens whose roles in the file follow from their texts unless the tokenizer's settings state others: the role,
@@ -191,6 +196,9 @@ pub(super) enum Multipliers {
     All,
 }
 
+/// The linears of an indexer that compute its keys and the weights of its heads.
+pub(super) const INDEXER_KEY: &str = "self_attn.indexer.wk";
+pub(super) const INDEXER_WEIGHTS: &str = "self_attn.indexer.weights_proj";
 pub(super) const INPUT_TABLE: &str = "per_layer_token_embd.weight";
 pub(super) const INPUT_PROJECTION: &str = "per_layer_model_proj.weight";
 pub(super) const INPUT_NORM: &str = "per_layer_proj_norm.weight";
@@ -230,6 +238,11 @@ impl GgufFamily {
         self.unrotated == Some(1)
     }
 
+    /// Whether an indexer selects the keys of each query.
+    pub(super) fn has_indexer(&self) -> bool {
+        self.module(INDEXER_KEY).is_some()
+    }
+
     fn holds(&self, a: &Architecture) -> bool {
         let is_held = a.wrapper.as_ref().map(|wrapper| self.wrappers.contains(&wrapper.class));
         self.family == a.family && is_held.unwrap_or(self.stands_alone)
@@ -257,6 +270,31 @@ pub(super) fn scales_by_width(family: &GgufFamily, layers: u64) -> bool {
 pub(super) fn of_model(a: &Architecture) -> Option<&'static GgufFamily> {
     let held = || FAMILIES.iter().filter(|family| family.holds(a));
     held().find(|family| family.has_parts_of(a)).or_else(|| held().next())
+}
+
+/// The entry for a model.
+///
+/// # Errors
+/// [`Error::Usage`] if the model cannot be stored.
+pub(super) fn require(a: &Architecture) -> Result<&'static GgufFamily> {
+    of_model(a).ok_or_else(|| {
+        let known: BTreeSet<&str> = FAMILIES.iter().map(|f| f.family).collect();
+        let known: Vec<&str> = known.into_iter().collect();
+        let reason = match a.family {
+            "phimoe" => ": llama.cpp computes other norms than the model",
+            "cohere2_moe" => ": it has not been compared with llama.cpp yet",
+            "opt" => ": llama.cpp has no architecture for it",
+            _ => "",
+        };
+        Error::usage(
+            format!("this model of the family {} cannot be written as GGUF{reason}", a.family),
+            format!(
+                "write a different format; supported families, some of them only outside of vision-language \
+                models: {}",
+                known.join(", ")
+            ),
+        )
+    })
 }
 
 /// What a file states about its model, apart from the architecture.

@@ -1,7 +1,10 @@
 //! Families whose blocks are described by few entries of the table's fields, and older ones.
 
-use super::table::{ATTENTION, DEEPSEEK, FUSED_MLP, HEAD_NORMS, MLP, PLAIN, POST, PRE, QWEN_EXPERTS};
-use super::{GgufFamily, How, RoutingKeys};
+use super::table::{
+    ATTENTION, DEEPSEEK, FUSED_MLP, GLM_ROLES, HEAD_NORMS, MLP, PLAIN, POST, PRE, QWEN_EXPERTS,
+    SHARED_EXPERTS,
+};
+use super::{GgufFamily, How, INDEXER_KEY, INDEXER_WEIGHTS, RoutingKeys};
 use crate::model::Activation;
 
 pub(super) const EXAONE4: GgufFamily = GgufFamily {
@@ -51,6 +54,35 @@ pub(super) const MISTRAL4: GgufFamily = GgufFamily {
     softmax_scores: true,
     scales_queries: true,
     ..DEEPSEEK
+};
+
+/// An indexer rotates as the model does: llama.cpp expects its rows in the order of the checkpoint.
+pub(super) const DEEPSEEK_V32: GgufFamily = GgufFamily {
+    family: "deepseek_v32",
+    arch: "deepseek32",
+    class: "DeepseekV32ForCausalLM",
+    modules: &[
+        PRE,
+        DEEPSEEK.modules[1],
+        MLP,
+        SHARED_EXPERTS,
+        &[
+            ("self_attn.indexer.wq_b", "indexer.attn_q_b"),
+            (INDEXER_KEY, "indexer.attn_k"),
+            ("self_attn.indexer.k_norm", "indexer.k_norm"),
+            (INDEXER_WEIGHTS, "indexer.proj"),
+        ],
+    ],
+    ..DEEPSEEK
+};
+
+pub(super) const GLM_MOE_DSA: GgufFamily = GgufFamily {
+    family: "glm_moe_dsa",
+    arch: "glm-dsa",
+    class: "GlmMoeDsaForCausalLM",
+    roles: GLM_ROLES,
+    shares_indexers: true,
+    ..DEEPSEEK_V32
 };
 
 pub(super) const GLM: GgufFamily = GgufFamily {

@@ -118,6 +118,7 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     may_lack_rope: false,
     scales_queries: false,
     final_norm: "output_norm",
+    shares_indexers: false,
     keeps_merges: false,
     roles: &[],
 };
@@ -541,6 +542,8 @@ pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
     more::EXAONE4_WINDOWS,
     more::HY_V3,
     more::MISTRAL4,
+    more::DEEPSEEK_V32,
+    more::GLM_MOE_DSA,
     more::GLM,
     more::INTERNLM2,
     more::GPT_NEOX,

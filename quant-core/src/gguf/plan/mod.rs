@@ -216,18 +216,7 @@ impl GgufPlan {
     /// loaded; [`Error::InputFile`] if it cannot be written or its pre-tokenizer is not recognized.
     pub fn new(model: &Model, directory: &ModelDirectory, request: GgufRequest) -> Result<Self> {
         let a = model.architecture();
-        let family = families::of_model(a).ok_or_else(|| {
-            let known: BTreeSet<&str> = families::FAMILIES.iter().map(|f| f.family).collect();
-            let known: Vec<&str> = known.into_iter().collect();
-            Error::usage(
-                format!("this model of the family {} cannot be written as GGUF", a.family),
-                format!(
-                    "write a different format; supported families, some of them only outside of vision-language \
-                     models: {}",
-                    known.join(", ")
-                ),
-            )
-        })?;
+        let family = families::require(a)?;
         let mixture = request.mixture;
         if mixture.needs_importance && !request.weighted {
             return Err(Error::usage(
@@ -499,7 +488,8 @@ fn family_experts(a: &Architecture, layer: usize) -> usize {
 fn role(stored: &str) -> Role {
     match stored {
         "attn_q" => Role::Query,
-        "attn_k" => Role::Key,
+        // llama.cpp chooses types by the end of the name.
+        "attn_k" | "indexer.attn_k" => Role::Key,
         "attn_v" | "attn_qkv" => Role::Value,
         "attn_output" => Role::AttentionOutput,
         "ffn_gate" | "ffn_gate_exps" | "ffn_gate_shexp" => Role::Gate,

@@ -99,6 +99,7 @@ pub(super) fn config(about: &About<'_>) -> Result<Map<String, Json>> {
     let rotary_heads = specials::latent(about, &mut set)?.unwrap_or(head_dim);
     specials::routing(about, &mut set)?;
     specials::delta_nets(about, &mut set)?;
+    specials::indexers(about, &mut set)?;
     mixers::config(about, &mut set)?;
     specials::single_families(about, &mut set)?;
     if !family.has_two_kinds {

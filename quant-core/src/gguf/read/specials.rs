@@ -116,25 +116,51 @@ pub(super) fn delta_nets(about: &About<'_>, set: &mut impl FnMut(&str, Json)) ->
     set("linear_key_head_dim", json!(width));
     set("linear_value_head_dim", json!(width));
     set("linear_conv_kernel_dim", json!(about.require("ssm.conv_kernel")?));
-    let blocks = about.blocks()?;
-    let recurrent = about.get("attention.recurrent_layers");
-    let Some(flags) = recurrent else {
+    let Some(flags) = flags(about, "attention.recurrent_layers")? else {
         set("full_attention_interval", json!(about.integer("full_attention_interval")?.unwrap_or(4)));
         return Ok(());
     };
-    // The list may also cover blocks for multi-token prediction, which come last.
-    let flags = flags.as_bools().filter(|flags| flags.len() as u64 >= blocks);
-    let flags = flags.ok_or_else(|| {
-        about.broken(
-            "attention.recurrent_layers",
-            &format!("must be a list of at least {blocks} booleans, one per block"),
-        )
-    })?;
-    let kinds = flags[..blocks as usize].iter().map(|recurrent| match recurrent {
+    let kinds = flags.iter().map(|recurrent| match recurrent {
         true => "linear_attention",
         false => "full_attention",
     });
     set("layer_types", json!(kinds.collect::<Vec<_>>()));
+    Ok(())
+}
+
+/// One boolean per block; `None` if the key is missing.
+fn flags(about: &About<'_>, key: &str) -> Result<Option<Vec<bool>>> {
+    let Some(value) = about.get(key) else { return Ok(None) };
+    let blocks = about.blocks()?;
+    // The list may also cover blocks for multi-token prediction, which come last.
+    let flags = value.as_bools().filter(|flags| flags.len() as u64 >= blocks);
+    match flags {
+        Some(flags) => Ok(Some(flags[..blocks as usize].to_vec())),
+        None => {
+            let reason = format!("must be a list of at least {blocks} booleans, one per block");
+            Err(about.broken(key, &reason))
+        }
+    }
+}
+
+/// Sets the fields of indexers, if the family has them.
+pub(super) fn indexers(about: &About<'_>, set: &mut impl FnMut(&str, Json)) -> Result<()> {
+    if !about.family.has_indexer() {
+        return Ok(());
+    }
+    set("index_n_heads", json!(about.require("attention.indexer.head_count")?));
+    set("index_head_dim", json!(about.require("attention.indexer.key_length")?));
+    set("index_topk", json!(about.require("attention.indexer.top_k")?));
+    if about.family.shares_indexers {
+        // Without the key, every block has an indexer.
+        let own = flags(about, "attention.indexer.types")?;
+        set(
+            "indexer_types",
+            own.map_or(Json::Null, |own| {
+                json!(own.iter().map(|own| if *own { "full" } else { "shared" }).collect::<Vec<_>>())
+            }),
+        );
+    }
     Ok(())
 }
 
