@@ -121,7 +121,15 @@ fn run(
     let files = StateFiles { spill, ..StateFiles::default() };
     let mut sink = Hashed::default();
     let (observer, cancel) = (&Silent, &CancelToken::new());
-    let job = Job { model: &model, plan: &plan, windows: windows.as_ref(), maxima: None, observer, cancel };
+    let job = Job {
+        model: &model,
+        plan: &plan,
+        windows: windows.as_ref(),
+        maxima: None,
+        searches: None,
+        observer,
+        cancel,
+    };
     let started = Instant::now();
     quantize_each_with(&[job], vec![&mut sink], &files)?;
     println!(

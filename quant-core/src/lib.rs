@@ -30,8 +30,8 @@
 //! let recipe = Recipe::parse("[quantize]\nmethod = \"rtn\"\nscheme = \"w4a16-g32\"")?;
 //! let plan = Plan::new(&model, &recipe, recipe.containers[0])?; // the action for every tensor, determined before any is read
 //!
-//! let cancel = CancelToken::new();
-//! let job = Job { model: &model, plan: &plan, windows: None, maxima: None, observer: &Silent, cancel: &cancel };
+//! let (observer, cancel) = (&Silent, &CancelToken::new());
+//! let job = Job { model: &model, plan: &plan, windows: None, maxima: None, searches: None, observer, cancel };
 //! let mut sink = MemorySink::new(plan.outputs())?; // or a writer of files
 //! let report = quantize_job(&job, &mut sink)?;
 //! assert!(report.bytes_after < report.bytes_before / 2);

@@ -9,15 +9,16 @@ use candle_core::Tensor;
 use common::{Checkpoint, Quantized, Tiny, flat, logits, mean_divergence, recipe, relative_difference, run};
 use quant_core::blocks::{BlockSearch, IQ4_XS, Q4_0, Q4_K, Q5_K, Q6_K};
 use quant_core::calibrate::{HiddenStates, InputRows, TokenWindows};
-use quant_core::checkpoint::Dtype;
+use quant_core::checkpoint::{Dtype, MemorySink};
 use quant_core::model::{Block, FoldGroup, NoTap, NodeId, TokenRows, WeightBody};
+use quant_core::pipeline::{Job, SharedSearches, quantize_job};
 use quant_core::quantize::quantize_rtn;
-use quant_core::recipe::{Pattern, Recipe};
+use quant_core::recipe::{Pattern, Plan, Recipe};
 use quant_core::transform::{
     Awq, AwqSettings, BlockGrid, BlockTask, LinearGrid, Rewrite, Search as SearchMode, StepSettings,
     Transform, TransformSettings, rewritten,
 };
-use quant_core::{CancelToken, TensorSource};
+use quant_core::{CancelToken, Silent, TensorSource};
 
 fn tiny() -> Tiny {
     Tiny { hidden: 128, intermediate: 256, head_dim: 32, vocab: 128, ..Tiny::default() }
@@ -563,16 +564,61 @@ fn without_a_calibration_batch_awq_is_refused() {
     let checkpoint = tiny().random(1);
     let model = checkpoint.model();
     let recipe = recipe("awq", "w4a16");
-    let plan = quant_core::recipe::Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
-    let mut sink = quant_core::checkpoint::MemorySink::new(plan.outputs()).unwrap();
-    let job = quant_core::pipeline::Job {
+    let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+    let mut sink = MemorySink::new(plan.outputs()).unwrap();
+    let job = Job {
         model: &model,
         plan: &plan,
         windows: None,
         maxima: None,
-        observer: &quant_core::Silent,
+        searches: None,
+        observer: &Silent,
         cancel: &CancelToken::new(),
     };
-    let error = quant_core::pipeline::quantize_job(&job, &mut sink).unwrap_err();
+    let error = quantize_job(&job, &mut sink).unwrap_err();
     assert_eq!(error.category(), quant_core::Category::Usage, "{error}");
+}
+
+/// A run with the same search takes what an earlier one found, and its output does not change. Runs with other grids,
+/// batches or settings search themselves.
+#[test]
+fn runs_share_what_they_have_found() {
+    let checkpoint = tiny().random(1);
+    let model = checkpoint.model();
+    let [windows, other] = [1, 2].map(|seed| common::windows(tiny().vocab, 8, 32, seed));
+    let searches = SharedSearches::new(&model, &windows);
+    let mut taken = 0;
+    for (recipe, windows, takes) in [
+        (recipe("awq", "w4a16-g32"), &windows, false),
+        (recipe("awq-gptq", "w4a16-g32"), &windows, true),
+        (recipe("awq", "w4a16-g32"), &windows, true),
+        (recipe("awq", "w3a16-g32"), &windows, false),
+        (recipe("awq", "w4a16-g32"), &other, false),
+        (
+            recipe("awq", "w4a16-g32").with_settings(AwqSettings { search: SearchMode::Reference }),
+            &windows,
+            false,
+        ),
+    ] {
+        let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
+        let written = |searches| {
+            let mut sink = MemorySink::new(plan.outputs()).unwrap();
+            let (observer, cancel) = (&Silent, &CancelToken::new());
+            let job = Job {
+                model: &model,
+                plan: &plan,
+                windows: Some(windows),
+                maxima: None,
+                searches,
+                observer,
+                cancel,
+            };
+            quantize_job(&job, &mut sink).unwrap();
+            let source = sink.into_source().unwrap();
+            plan.outputs().iter().map(|o| source.read(&o.name).unwrap().to_vec()).collect::<Vec<_>>()
+        };
+        assert_eq!(written(Some(&searches)), written(None));
+        assert_eq!(searches.taken() > taken, takes, "{recipe:?}");
+        taken = searches.taken();
+    }
 }

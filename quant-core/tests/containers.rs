@@ -36,7 +36,7 @@ fn execute(model: &Model, from: &Quantized, plan: &Plan) -> Quantized {
 
 fn job<'a>(model: &'a Model, plan: &'a Plan, windows: Option<&'a TokenWindows>) -> Job<'a> {
     static NEVER: std::sync::LazyLock<CancelToken> = std::sync::LazyLock::new(CancelToken::new);
-    Job { model, plan, windows, maxima: None, observer: &Silent, cancel: &NEVER }
+    Job { model, plan, windows, maxima: None, searches: None, observer: &Silent, cancel: &NEVER }
 }
 
 fn in_container(name: &str, method: &str, scheme: &str) -> Recipe {

@@ -200,6 +200,7 @@ fn a_run_resumes_from_any_block_whether_or_not_its_sink_reads_back() {
                     plan: &plan,
                     windows: Some(&windows),
                     maxima: None,
+                    searches: None,
                     observer: &Silent,
                     cancel: &cancel,
                 };
@@ -235,6 +236,7 @@ fn non_finite_activations_are_reported_with_their_linear() {
             plan: &plan,
             windows: Some(&windows),
             maxima: None,
+            searches: None,
             observer: &Silent,
             cancel: &cancel,
         };

@@ -72,7 +72,15 @@ fn converted(model: &Model, config: &Map<String, Value>, format: &str) -> (Memor
     let plan = Plan::repack(model, container(format).unwrap()).unwrap();
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let cancel = CancelToken::new();
-    let job = Job { model, plan: &plan, windows: None, maxima: None, observer: &Silent, cancel: &cancel };
+    let job = Job {
+        model,
+        plan: &plan,
+        windows: None,
+        maxima: None,
+        searches: None,
+        observer: &Silent,
+        cancel: &cancel,
+    };
     let report = quantize_job(&job, &mut sink).unwrap();
     let expected = if format == "modelopt" { 4.5 } else { 4.25 };
     assert!(
@@ -156,6 +164,7 @@ fn scales_that_give_no_number_are_refused() {
             plan: &plan,
             windows: None,
             maxima: None,
+            searches: None,
             observer: &Silent,
             cancel: &cancel,
         };

@@ -41,7 +41,8 @@ fn part(
     };
     let mut sink = MemorySink::new(plan.outputs())?;
     let (observer, cancel) = (&Silent, &CancelToken::new());
-    let job = Job { model, plan: &plan, windows: Some(windows), maxima: None, observer, cancel };
+    let job =
+        Job { model, plan: &plan, windows: Some(windows), maxima: None, searches: None, observer, cancel };
     let report = match plan.blocks().len() {
         BLOCKS => quantize_job(&job, &mut sink)?,
         _ => quantize_part(&job, &mut sink, files)?,

@@ -129,8 +129,15 @@ impl Bench {
         let cancel = CancelToken::new();
         let until = Until { events, seen: Mutex::new(0), cancel: cancel.clone() };
         let windows = Some(&self.windows).filter(|_| self.plans[0].needs_text());
-        let job =
-            |plan| Job { model: &self.model, plan, windows, maxima: None, observer: &until, cancel: &cancel };
+        let job = |plan| Job {
+            model: &self.model,
+            plan,
+            windows,
+            maxima: None,
+            searches: None,
+            observer: &until,
+            cancel: &cancel,
+        };
         let jobs: Vec<_> = self.plans.iter().map(job).collect();
         let each = sinks.iter_mut().map(|sink| sink as &mut dyn TensorSink).collect();
         let reports = match quantize_each_with(&jobs, each, files) {

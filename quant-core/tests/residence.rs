@@ -82,6 +82,7 @@ fn run(
         plan,
         windows: Some(windows),
         maxima: None,
+        searches: None,
         observer: watch,
         cancel: &watch.cancel,
     };

@@ -140,8 +140,15 @@ impl Bench {
 
     fn run(&self, sink: &mut dyn TensorSink, cancel: &CancelToken) -> Result<QuantReport> {
         let windows = Some(&self.windows).filter(|_| self.plan.needs_text());
-        let job =
-            Job { model: &self.model, plan: &self.plan, windows, maxima: None, observer: &Silent, cancel };
+        let job = Job {
+            model: &self.model,
+            plan: &self.plan,
+            windows,
+            maxima: None,
+            searches: None,
+            observer: &Silent,
+            cancel,
+        };
         let spill = self.apart.as_ref().map(|apart| Spill::new(apart.path(), 0).with_experts_apart(true));
         let files = StateFiles { spill, ..StateFiles::default() };
         Ok(quantize_each_with(&[job], vec![sink], &files)?.remove(0))

@@ -254,7 +254,15 @@ fn a_rounding_that_leaves_linears_out_is_refused() {
     let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let (observer, cancel) = (&Silent, &CancelToken::new());
-    let job = Job { model: &model, plan: &plan, windows: Some(&batch), maxima: None, observer, cancel };
+    let job = Job {
+        model: &model,
+        plan: &plan,
+        windows: Some(&batch),
+        maxima: None,
+        searches: None,
+        observer,
+        cancel,
+    };
     let error = quantize_job(&job, &mut sink).unwrap_err();
     assert_eq!(error.category(), Category::Usage);
     assert!(error.to_string().contains("the rounding `forgets` left out"), "{error}");
@@ -287,7 +295,8 @@ fn a_rounding_with_the_name_of_a_field_is_refused() {
     let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let (observer, cancel) = (&Silent, &CancelToken::new());
-    let job = Job { model: &model, plan: &plan, windows: None, maxima: None, observer, cancel };
+    let job =
+        Job { model: &model, plan: &plan, windows: None, maxima: None, searches: None, observer, cancel };
     let error = quantize_job(&job, &mut sink).unwrap_err();
     assert_eq!((error.category(), error.category().exit_code()), (Category::Usage, 2));
     assert!(error.to_string().contains("the step `dtype` has the name of a field"), "{error}");

@@ -109,7 +109,8 @@ fn part(
     let plan = part.map_or_else(|| plan.clone(), |([from, to], _)| plan.part(from..to).unwrap());
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let (observer, cancel) = (&Silent, &CancelToken::new());
-    let job = Job { model, plan: &plan, windows: Some(windows), maxima: None, observer, cancel };
+    let job =
+        Job { model, plan: &plan, windows: Some(windows), maxima: None, searches: None, observer, cancel };
     match part {
         Some((_, files)) => quantize_part(&job, &mut sink, files).unwrap(),
         None => quantize_job(&job, &mut sink).unwrap(),

@@ -364,7 +364,15 @@ fn keeping(
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
     let kept = Mutex::new(ChannelMaxima::default());
     let maxima = windows.map(|_| &kept);
-    let job = Job { model, plan: &plan, windows, maxima, observer: &Silent, cancel: &CancelToken::new() };
+    let job = Job {
+        model,
+        plan: &plan,
+        windows,
+        maxima,
+        searches: None,
+        observer: &Silent,
+        cancel: &CancelToken::new(),
+    };
     quantize_job(&job, &mut sink).unwrap();
     (sink.into_source().unwrap(), kept.into_inner().unwrap())
 }
@@ -457,8 +465,15 @@ fn non_finite_activations_are_an_error_that_names_their_linear() {
         let plan = Plan::new(&model, &recipe, recipe.containers[0]).unwrap();
         let mut sink = MemorySink::new(plan.outputs()).unwrap();
         let (windows, cancel) = (Some(&windows), CancelToken::new());
-        let job =
-            Job { model: &model, plan: &plan, windows, maxima: None, observer: &Silent, cancel: &cancel };
+        let job = Job {
+            model: &model,
+            plan: &plan,
+            windows,
+            maxima: None,
+            searches: None,
+            observer: &Silent,
+            cancel: &cancel,
+        };
         let error = quantize_job(&job, &mut sink).unwrap_err();
         assert_eq!(error.category(), Category::Numeric, "{error}");
         assert!(error.to_string().contains("model.layers.1.mlp.down_proj"), "{error}");

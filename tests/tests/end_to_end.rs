@@ -271,6 +271,7 @@ fn shards_on_both_sides() {
         plan: &plan,
         windows: None,
         maxima: None,
+        searches: None,
         observer: &Silent,
         cancel: &CancelToken::new(),
     };

@@ -255,3 +255,35 @@ fn kernels_agree_with_dequantized_weights() {
         }
     }
 }
+
+/// The same on the tile unit, here its emulation, which is slow: with activations in parts of bf16, and in integers.
+#[test]
+fn kernels_agree_on_emulated_tiles() {
+    let scratch = tempfile::tempdir().unwrap();
+    for scheme in ["w4a16-g128-sym", "w8a8-channel-sym"] {
+        let model = scratch.path().join(scheme);
+        let rtn = ["--method", "rtn", "--scheme", scheme].map(Into::into);
+        quant(args!["quantize", demo_model(), "-o", &model].into_iter().chain(rtn)).succeeded();
+        let eval = |execution: &str, isa: &str| {
+            let text = ["--text", "builtin-heldout", "--window", "48", "--windows", "1", "--json"];
+            let mut arguments = args!["eval", &model, "--execution", execution];
+            arguments.extend(text.map(Into::into));
+            let output = command(arguments).env("QUANT_ISA", isa).output().unwrap();
+            assert!(output.status.success(), "{output:?}");
+            let result: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            (
+                result["perplexity"]["mean"].as_f64().unwrap(),
+                result["tool"]["isa"].as_str().unwrap().to_owned(),
+            )
+        };
+        let (kernels, message) = eval("kernels", "amxemulated");
+        assert!(message.ends_with(", kernels amxemulated"), "{message}");
+        if scheme.contains("a8") {
+            // Integers are exact on every path.
+            assert_eq!(kernels, eval("kernels", "").0);
+        } else {
+            let (fake, _) = eval("fake", "");
+            assert!((kernels / fake - 1.0).abs() < 1e-5, "{kernels}, not {fake}");
+        }
+    }
+}

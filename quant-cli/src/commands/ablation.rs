@@ -158,6 +158,7 @@ pub fn run(
             plan: &plan,
             windows: plan.needs_text().then_some(&windows),
             maxima: None,
+            searches: None,
             observer: &session.progress,
             cancel: &session.cancel,
         };

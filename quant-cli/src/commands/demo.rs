@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use quant_calibration_data::demo_model;
-use quant_core::calibrate::Residence;
-use quant_core::pipeline::Job;
-use quant_core::recipe::{METHODS, Plan, Recipe, method};
+use quant_core::calibrate::{Residence, TokenWindows};
+use quant_core::pipeline::{Job, SharedSearches};
+use quant_core::recipe::{METHODS, Method, Plan, Recipe};
 use quant_core::run::{Text, write};
 use quant_core::{Error, Result};
 use quant_evaluator::{
@@ -75,6 +75,7 @@ struct Row {
     perplexity_ratio_standard_error: Option<f64>,
     kl: f64,
     kl_standard_error: Option<f64>,
+    /// The time to quantize; for a method that took over what another one had found, including the time of that one.
     seconds: f64,
 }
 
@@ -95,23 +96,38 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     let text =
         eval::text(&opened, &Text::Named(inputs::HELDOUT_NAME.to_owned()), profile.into(), windows, session)?;
 
+    // The same for all methods that need it.
+    let first = recipe(&METHODS[0], SCHEMES[0], args.quick)?;
+    let sampling = Plan::new(&opened.model, &first, first.containers[0])?.sampling;
+    let windows = inputs::calibration(&opened, inputs::BUILTIN, sampling, session)?;
+    let searches = SharedSearches::new(&opened.model, &windows);
     let (mut rows, mut quantized) = (Vec::new(), Vec::new());
     for scheme in SCHEMES {
         // The other methods need quantized activations.
-        for method in METHODS.iter().rev().filter(|m| !m.is_for_rounded_inputs() && m.preparation.is_none()) {
+        let methods = METHODS.iter().filter(|m| !m.is_for_rounded_inputs() && m.preparation.is_none());
+        let mut searched: Vec<(&Method, f64)> = Vec::new();
+        let mut produced = Vec::new();
+        for method in methods {
             session.progress.note(&format!("{} {scheme}", method.name));
             let out = scratch.path().join(format!("{}-{scheme}", method.name));
-            let begun = Instant::now();
-            let bytes = produce(&opened, &method.name, scheme, args.quick, &out, session)?;
-            let seconds = begun.elapsed().as_secs_f64();
-            quantized.push(eval::load(&inputs::open(&out, session)?, &text, "load", session)?);
-            rows.push(Row {
-                method: &method.name,
-                scheme: scheme.to_owned(),
-                bytes,
-                seconds,
-                ..Row::default()
-            });
+            let (begun, taken) = (Instant::now(), searches.taken());
+            let recipe = recipe(method, scheme, args.quick)?;
+            let bytes = produce(&opened, &recipe, (&windows, &searches), &out, session)?;
+            let mut seconds = begun.elapsed().as_secs_f64();
+            if searches.taken() > taken {
+                // Alone, it would have to search itself.
+                let same = |(other, _): &&(&Method, f64)| other.steps() == method.steps();
+                seconds += searched.iter().find(same).map_or(0.0, |(_, alone)| *alone);
+            }
+            searched.push((method, seconds));
+            let decoder = eval::load(&inputs::open(&out, session)?, &text, "load", session)?;
+            let row =
+                Row { method: &method.name, scheme: scheme.to_owned(), bytes, seconds, ..Row::default() };
+            produced.push((row, decoder));
+        }
+        for (row, decoder) in produced.into_iter().rev() {
+            rows.push(row);
+            quantized.push(decoder);
         }
     }
     // The float model runs only once.
@@ -172,29 +188,29 @@ fn unpack(directory: &Path) -> Result<()> {
     Ok(())
 }
 
+fn recipe(method: &Method, scheme: &str, quick: bool) -> Result<Recipe> {
+    let mut recipe = Recipe::preset(quant_core::recipe::PRESETS[0].name)?;
+    recipe.method = method.clone();
+    recipe.scheme = scheme.parse()?;
+    recipe.sampling.samples = if quick { 4 } else { SAMPLES };
+    Ok(recipe)
+}
+
 /// Quantizes the model as the `quantize` command does; returns the size of the written tensors in bytes.
-fn produce(
-    opened: &Opened,
-    name: &str,
-    scheme: &str,
-    quick: bool,
+fn produce<'a>(
+    opened: &'a Opened,
+    recipe: &Recipe,
+    (windows, searches): (&'a TokenWindows, &'a SharedSearches<'a>),
     out: &Path,
     session: &Session,
 ) -> Result<u64> {
-    let mut recipe = Recipe::preset(quant_core::recipe::PRESETS[0].name)?;
-    recipe.method = method(name)?;
-    recipe.scheme = scheme.parse()?;
-    recipe.sampling.samples = if quick { 4 } else { SAMPLES };
-    let plan = Plan::new(&opened.model, &recipe, recipe.containers[0])?;
-    let windows = match plan.needs_text() {
-        true => Some(inputs::calibration(opened, inputs::BUILTIN, plan.sampling, session)?),
-        false => None,
-    };
+    let plan = Plan::new(&opened.model, recipe, recipe.containers[0])?;
     let job = Job {
         model: &opened.model,
         plan: &plan,
-        windows: windows.as_ref(),
+        windows: plan.needs_text().then_some(windows),
         maxima: None,
+        searches: Some(searches),
         observer: &session.progress,
         cancel: &session.cancel,
     };

@@ -48,6 +48,11 @@ pub(crate) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Resul
     Ok(gate.contiguous()?.apply_op2_no_bwd(&up.contiguous()?, &Gated(activation))?)
 }
 
+/// `a + b`, elementwise. candle's own sum runs on a second pool, whose threads wait by spinning.
+pub(crate) fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    Ok(a.contiguous()?.apply_op2_no_bwd(&b.contiguous()?, &Sum)?)
+}
+
 /// Applies an activation elementwise; NaN stays NaN.
 pub(crate) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
     Ok(x.contiguous()?.apply_op1_no_bwd(&Activate(activation))?)
@@ -287,22 +292,57 @@ impl CustomOp2 for Gated {
         up: &CpuStorage,
         up_layout: &Layout,
     ) -> candle_core::Result<(CpuStorage, Shape)> {
-        if gate_layout.dims() != up_layout.dims() {
-            candle_core::bail!("gate {:?} and up {:?} differ", gate_layout.dims(), up_layout.dims());
-        }
-        let up = slice(up, up_layout)?;
-        let mut out = slice(gate, gate_layout)?.to_vec();
-        out.par_chunks_mut(ELEMENT_TILE).zip(up.par_chunks(ELEMENT_TILE)).for_each(|(o, u)| {
-            vectorized(
-                #[inline(always)]
-                || {
-                    in_place(self.0, o);
-                    o.iter_mut().zip(u).for_each(|(o, &u)| *o *= u);
-                },
-            );
-        });
-        Ok((CpuStorage::F32(out), gate_layout.shape().clone()))
+        elementwise(
+            [(gate, gate_layout), (up, up_layout)],
+            #[inline(always)]
+            |gate, up| {
+                in_place(self.0, gate);
+                gate.iter_mut().zip(up).for_each(|(gate, &up)| *gate *= up);
+            },
+        )
     }
+}
+
+struct Sum;
+
+impl CustomOp2 for Sum {
+    fn name(&self) -> &'static str {
+        "sum"
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        elementwise(
+            [(a, a_layout), (b, b_layout)],
+            #[inline(always)]
+            |a, b| a.iter_mut().zip(b).for_each(|(a, &b)| *a += b),
+        )
+    }
+}
+
+/// Combines the values of two tensors of the same shape: `combine` changes values of the first by those of the second.
+/// It must be `#[inline(always)]`, see [`vectorized`].
+fn elementwise(
+    [(a, a_layout), (b, b_layout)]: [(&CpuStorage, &Layout); 2],
+    combine: impl Fn(&mut [f32], &[f32]) + Sync,
+) -> candle_core::Result<(CpuStorage, Shape)> {
+    if a_layout.dims() != b_layout.dims() {
+        candle_core::bail!("operands of shapes {:?} and {:?}", a_layout.dims(), b_layout.dims());
+    }
+    let b = slice(b, b_layout)?;
+    let mut out = slice(a, a_layout)?.to_vec();
+    out.par_chunks_mut(ELEMENT_TILE).zip(b.par_chunks(ELEMENT_TILE)).for_each(|(out, b)| {
+        vectorized(
+            #[inline(always)]
+            || combine(out, b),
+        );
+    });
+    Ok((CpuStorage::F32(out), a_layout.shape().clone()))
 }
 
 struct Activate(Activation);

@@ -7,7 +7,7 @@ use candle_core::{D, Device, Tensor};
 use quant_kernels_cpu::candle::Runner;
 
 use super::arch::{AttentionShape, BlockGraph, LayerNormParameters, NodeId, Op};
-use super::attention::{activate, cached_attention, causal_attention, gated};
+use super::attention::{activate, add, cached_attention, causal_attention, gated};
 use super::fused::{self, FusedReaders};
 use super::grouped::{GroupedExperts, grouped};
 use super::tap::Tap;
@@ -502,7 +502,7 @@ impl<'a> Run<'a> {
                 Ok(taken.reshape((batch, positions, self.block.graph.width(id)))?)
             }
             (Op::Scale(factor), [x]) => Ok((x * f64::from(*factor))?),
-            (Op::Add, [a, b]) => Ok((a + b)?),
+            (Op::Add, [a, b]) => add(a, b),
             (op, inputs) => Err(Error::Internal(format!("{op:?} with {} inputs", inputs.len()))),
         }
     }

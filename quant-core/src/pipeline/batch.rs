@@ -200,8 +200,8 @@ impl Batch {
         let rewrites = {
             let hashes = Hashes::default();
             let searching = conveyors.iter_mut().enumerate().filter(|(i, _)| open.contains(i));
-            let stores = searching.map(|(_, conveyor)| {
-                KeptFindings::new(conveyor, span, ReadWeights::of(Some(&block), true, &hashes))
+            let stores = searching.zip(&grids).map(|((_, conveyor), grids)| {
+                KeptFindings::new(conveyor, span, ReadWeights::of(Some(&block), true, &hashes), grids)
             });
             let stores: Vec<_> = stores.collect();
             let searched =

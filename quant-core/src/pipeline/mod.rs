@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 pub use crate::round::GptqRecord;
+pub use findings::SharedSearches;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
@@ -52,6 +53,8 @@ pub struct Job<'a> {
     pub windows: Option<&'a TokenWindows>,
     /// Receives the channel maxima of the linears' inputs in the float model.
     pub maxima: Option<&'a Mutex<ChannelMaxima>>,
+    /// What earlier runs on this model and batch have found, and where this run adds what it finds.
+    pub searches: Option<&'a SharedSearches<'a>>,
     /// Receives the events of the run.
     pub observer: &'a dyn Observer,
     /// Cancels the run: checked between tensors, and during searches.

@@ -399,8 +399,8 @@ impl RoundingTask<'_> {
 /// let recipe = Recipe::parse_with("[quantize]\nmethod = 'at-once'\nscheme = 'w4a16-g32'\n", &extensions)?;
 /// let plan = Plan::new(&model, &recipe, recipe.containers[0])?;
 /// let windows = TokenWindows::cut((0..64).collect(), 16);
-/// let (windows, cancel) = (Some(&windows), CancelToken::new());
-/// let job = Job { model: &model, plan: &plan, windows, maxima: None, observer: &Silent, cancel: &cancel };
+/// let (windows, observer, cancel) = (Some(&windows), &Silent, &CancelToken::new());
+/// let job = Job { model: &model, plan: &plan, windows, maxima: None, searches: None, observer, cancel };
 /// let report = quantize_job(&job, &mut MemorySink::new(plan.outputs())?)?;
 /// let linears = report.tensors.iter().filter(|tensor| tensor.records.get("at-once") == Some(&json!({ "stage": 0 })));
 /// assert_eq!(linears.count(), 2 * 7);

@@ -279,6 +279,7 @@ fn checkpoints(
         plan,
         windows: windows.as_ref(),
         maxima: maxima.as_ref().map(|(_, kept)| kept),
+        searches: None,
         observer: host.observer,
         cancel: host.cancel,
     };

@@ -230,9 +230,49 @@ fn row_sums(token: Bf16Token, left: &LeftBf16, right: &RightBf16, sums: &mut Vec
             let height = (TASK_STRIPS * LEFT_ROWS).min(rows - i * TASK_STRIPS * LEFT_ROWS);
             product.resize(height * n, 0.0);
             bf16_gemm(token, left, i * TASK_STRIPS, right, product);
-            let sum = |row: &[f32]| row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum();
-            product.chunks_exact(n).map(sum).collect()
+            squares(product, n)
         })
         .collect();
     sums.extend(pieces.into_iter().flatten());
+}
+
+/// `Σ v²` of every row of width `n`, each added in order. Several rows are added at the same time, because the
+/// additions of one row wait for each other.
+fn squares(values: &[f32], n: usize) -> Vec<f64> {
+    const ROWS: usize = 8;
+    let mut sums = Vec::with_capacity(values.len() / n);
+    let mut pieces = values.chunks_exact(ROWS * n);
+    for piece in &mut pieces {
+        let rows: [&[f32]; ROWS] = std::array::from_fn(|r| &piece[r * n..(r + 1) * n]);
+        let mut some = [0.0; ROWS];
+        for i in 0..n {
+            for (sum, row) in some.iter_mut().zip(rows) {
+                *sum += f64::from(row[i]) * f64::from(row[i]);
+            }
+        }
+        sums.extend(some);
+    }
+    let sum = |row: &[f32]| row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>();
+    sums.extend(pieces.remainder().chunks_exact(n).map(sum));
+    sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn squares_are_added_in_the_order_of_a_row() {
+        let n = 37;
+        let values: Vec<f32> = (0..21 * n).map(|i| (i as f32 * 0.61).sin() * 3.0).collect();
+        let in_order = |row: &[f32]| {
+            let mut sum = 0.0;
+            for value in row {
+                sum += f64::from(*value) * f64::from(*value);
+            }
+            sum
+        };
+        let expected: Vec<f64> = values.chunks_exact(n).map(in_order).collect();
+        assert_eq!(squares(&values, n), expected);
+    }
 }

@@ -197,7 +197,7 @@ pub(super) fn job<'a>(
     windows: Option<&'a TokenWindows>,
     (observer, cancel): (&'a dyn Observer, &'a CancelToken),
 ) -> Job<'a> {
-    Job { model: &opened.model, plan, windows, maxima: None, observer, cancel }
+    Job { model: &opened.model, plan, windows, maxima: None, searches: None, observer, cancel }
 }
 
 /// A job as a worker opens it.

@@ -448,8 +448,15 @@ pub fn run(
 ) -> Quantized {
     let plan = Plan::new(model, recipe, recipe.containers[0]).expect("the recipe fits");
     let mut sink = MemorySink::new(plan.outputs()).unwrap();
-    let job =
-        Job { model, plan: &plan, windows, maxima: None, observer: &Silent, cancel: &CancelToken::new() };
+    let job = Job {
+        model,
+        plan: &plan,
+        windows,
+        maxima: None,
+        searches: None,
+        observer: &Silent,
+        cancel: &CancelToken::new(),
+    };
     let report = quantize_job(&job, &mut sink).expect("the model can be quantized");
     let mut config = config.clone();
     config.insert("quantization_config".into(), plan.container.quantization_config(&plan.module_schemes()));
