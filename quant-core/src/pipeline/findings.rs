@@ -69,7 +69,8 @@ impl<'c, 'a, 'j> KeptFindings<'c, 'a, 'j> {
         let shared = job.searches.filter(|shared| shared.serves(job)).map(|shared| {
             let Plan { method, settings, sampling, .. } = job.plan;
             let (steps, transforms) = (method.steps(), method.fingerprint(settings));
-            let depends_on = format!("{steps:?} {transforms} {:?} {sampling:?} {grids:?}", settings.kv);
+            let (search, kv) = (method.search_mode(settings), settings.kv);
+            let depends_on = format!("{steps:?} {transforms} {search:?} {kv:?} {sampling:?} {grids:?}");
             (shared, sha256_hex(depends_on))
         });
         Self { conveyor: Mutex::new(conveyor), span, held, shared }
