@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal, Union
 
+from fewbits._arguments import check_types
 from fewbits._call import PathOrName, Texts, optional_path, path, run, text_argument
 from fewbits._errors import UsageError
 from fewbits._events import Event
@@ -13,23 +15,18 @@ from fewbits._results import Evaluation, Floats, GateResult, Gguf, Quantized
 
 _OnEvent = Union[Callable[[Event], object], None]
 _Patterns = Union[str, Sequence[str]]
-_Overrides = Union[Mapping[str, str], Sequence[str]]
+_Overrides = Union[Mapping[str, str], str, Sequence[str]]
 _Number = Union[str, float]
 
 
-def _list(given: _Patterns, name: str) -> list[str]:
-    if isinstance(given, str):
-        return [given]
-    listed = list(given)
-    if not all(isinstance(one, str) for one in listed):
-        raise TypeError(f"{name}= must be a string or a list of strings")
-    return listed
+def _list(given: _Patterns) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
 
 
 def _overrides(given: _Overrides) -> list[str]:
     if isinstance(given, Mapping):
         return [f"{pattern}={scheme}" for pattern, scheme in given.items()]
-    return _list(given, "override")
+    return _list(given)
 
 
 def _text(given: _Number | None) -> str | None:
@@ -37,11 +34,7 @@ def _text(given: _Number | None) -> str | None:
 
 
 def _check_count(name: str, count: int | None) -> None:
-    if count is None:
-        return
-    if not isinstance(count, int):
-        raise TypeError(f"{name}= must be an integer, not {type(count).__name__}")
-    if count < 0:
+    if count is not None and count < 0:
         raise UsageError(f"{name}={count} is negative", "use zero or a positive number")
 
 
@@ -100,10 +93,10 @@ def _settings(
         "recipe": optional_path(recipe),
         "method": method,
         "scheme": scheme,
-        "format": _list(format, "format"),
+        "format": _list(format),
         "group_size": _text(group_size),
         "symmetric": symmetric,
-        "ignore": _list(ignore, "ignore"),
+        "ignore": _list(ignore),
         "override": _overrides(override),
         "gguf": {
             "pre": pre,
@@ -115,7 +108,7 @@ def _settings(
         "alpha": _text(alpha),
         "smooth_producers": smooth_producers,
         "channel_maxima": optional_path(channel_maxima),
-        "skip": _list(skip, "skip"),
+        "skip": _list(skip),
         "output_alpha": _text(output_alpha),
         "attention_alpha": _text(attention_alpha),
         "search": search,
@@ -180,6 +173,7 @@ def plan(
 
     Raises :class:`QuantError`.
     """
+    check_types(plan, locals())
     settings = _settings(
         preset=preset,
         recipe=recipe,
@@ -285,6 +279,7 @@ def quantize(
 
     Raises :class:`QuantError`.
     """
+    check_types(quantize, locals())
     settings = _settings(
         preset=preset,
         recipe=recipe,
@@ -379,6 +374,7 @@ def evaluate(
 
     Raises :class:`QuantError`.
     """
+    check_types(evaluate, locals())
     _check_count("window", window)
     _check_count("windows", windows)
     named, rows = text_argument(text, "text")
@@ -416,7 +412,7 @@ def _results(given: _Results) -> list[dict[str, Any]]:
     """Converts results to the form that the extension takes, with their names if they are evaluations."""
     if isinstance(given, Mapping):
         return [{"name": name, "result": result.to_dict()} for name, result in given.items()]
-    if isinstance(given, (str, Evaluation)) or not isinstance(given, Sequence):
+    if isinstance(given, (str, PathLike, Evaluation)):
         given = [given]
     return [
         {"name": one.name, "result": one.to_dict()} if isinstance(one, Evaluation) else {"path": path(one)}
@@ -441,6 +437,7 @@ def gate(
 
     Raises :class:`QuantError`.
     """
+    check_types(gate, locals())
     named = path(policy)
     request = {
         "results": _results(results),
@@ -460,6 +457,7 @@ def update_baseline(results: _Results, baseline: PathOrName) -> str:
 
     Raises :class:`QuantError`.
     """
+    check_types(update_baseline, locals())
     written: str = run("baseline", {"results": _results(results), "baseline": path(baseline)})
     return written
 
@@ -469,6 +467,7 @@ def inspect(model: PathOrName) -> Inspection:
 
     Raises :class:`QuantError`.
     """
+    check_types(inspect, locals())
     return Inspection(run("inspect", path(model)))
 
 
@@ -477,5 +476,6 @@ def preset_recipe(preset: str) -> str:
 
     Raises :class:`QuantError`.
     """
+    check_types(preset_recipe, locals())
     text: str = run("recipe", preset)
     return text

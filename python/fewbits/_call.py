@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Union
@@ -14,9 +15,9 @@ from fewbits._errors import UsageError
 from fewbits._events import Event, Listener
 
 #: A path, or the name of a model on a hub.
-PathOrName = Union[str, "PathLike[str]"]
+PathOrName = Union[str, PathLike[str]]
 #: A text: a file, the name of a text set, or the rows of a dataset.
-Texts = Union[str, "PathLike[str]", Iterable[Any]]
+Texts = Union[str, PathLike[str], Iterable[Any]]
 
 
 def code() -> str:
@@ -54,8 +55,14 @@ def run(
             kind, json.dumps(request), rows, listener, code(), python(), threads, wants_estimate
         )
     except KeyboardInterrupt as stopped:
-        if resume_with is not None and sys.version_info >= (3, 11):
-            stopped.add_note(f"finished work is kept; repeat the call with {resume_with} to continue")
+        if resume_with is None:
+            raise
+        note = f"finished work is kept; repeat the call with {resume_with} to continue"
+        if sys.version_info >= (3, 11):
+            stopped.add_note(note)
+        else:
+            # Before Python 3.11, a traceback shows only the arguments of an exception.
+            stopped.args = (*stopped.args, note)
         raise
     finally:
         listener.close()
@@ -65,6 +72,16 @@ def run(
 def check_threads(threads: int | None) -> None:
     if threads is not None and not 1 <= threads <= 1024:
         raise UsageError(f"threads={threads} is not a valid number of threads", "use 1 to 1024")
+
+
+@contextmanager
+def needs(module: str, packages: str, extra: str) -> Iterator[None]:
+    """Imports packages that a module needs. If they are missing, the ``ImportError`` names the command to install them."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        command = f"pip install 'fewbits[{extra}]'"
+        raise ImportError(f"{module} needs {packages}; install what is missing with: {command}") from error
 
 
 def path(given: PathOrName) -> str:
@@ -83,7 +100,7 @@ def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str]
         return None, None
     if isinstance(given, (str, PathLike)):
         return fspath(given), None
-    if isinstance(given, (bytes, Mapping)):
+    if isinstance(given, Mapping):
         raise TypeError(f"{name}= must be a path, the name of a text, or rows; put a single row into a list")
     rows = list(given)
     if rows and all(isinstance(row, Mapping) and "role" in row for row in rows):

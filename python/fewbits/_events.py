@@ -148,8 +148,6 @@ class Listener:
     """Receives the events of one job, on the thread that started the job."""
 
     def __init__(self, on_event: Callable[[Event], object] | None, progress: bool) -> None:
-        if on_event is not None and not callable(on_event):
-            raise TypeError("on_event= must be callable; it is called with each event")
         self._on_event = on_event
         self._bar = Bar() if progress else None
 

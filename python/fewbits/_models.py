@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union
 
 from fewbits import _native
+from fewbits._arguments import check_types
 from fewbits._call import PathOrName, check_threads, code, path, python
 from fewbits._errors import UsageError
 from fewbits._events import Event, Listener
@@ -47,6 +48,7 @@ class Model:
         on_event: _OnEvent = None,
         progress: bool = False,
     ) -> None:
+        check_types(Model.__init__, locals())
         check_threads(threads)
         if max_length is not None and max_length < 1:
             raise UsageError(f"max_length={max_length} is not a valid number of tokens", "use at least 1")
@@ -82,17 +84,20 @@ class Model:
 
     def encode(self, texts: Iterable[str], *, special_tokens: bool = True) -> list[list[int]]:
         """Returns the tokens of each text, with or without the special tokens that the tokenizer adds."""
+        check_types(Model.encode, locals())
         request = {"texts": list(texts), "special": special_tokens}
         tokens: list[list[int]] = self._ask("encode", request)
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Returns the text of tokens, without special tokens."""
+        check_types(Model.decode, locals())
         text: str = self._ask("decode", list(tokens))
         return text
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Renders a conversation with the model's chat template, followed by the beginning of the next answer."""
+        check_types(Model.chat_prompt, locals())
         text: str = self._ask("chat", list(messages))
         return text
 
@@ -106,6 +111,7 @@ class Model:
         """Returns, for each continuation after its context, the sum of the natural logarithms of its tokens'
         probabilities, and whether each of its tokens is the most likely one. Contexts and continuations are lists of
         tokens; a context has at least one token."""
+        check_types(Model.log_likelihoods, locals())
         scored = [
             {"tokens": [*context, *continuation], "first": len(context)} for context, continuation in requests
         ]
@@ -134,6 +140,7 @@ class Model:
         The most likely token is taken unless ``do_sample=True``. Settings that are None, and settings without an
         argument, come from the model's ``generation_config.json``. The same seed gives the same text.
         """
+        check_types(Model.generate, locals())
         asked = list(prompts)
         texts = self.encode(prompt for prompt in asked if isinstance(prompt, str))
         encoded = iter(texts)

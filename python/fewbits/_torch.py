@@ -99,6 +99,15 @@ def _(
     return x.new_empty((*x.shape[:-1], layout[6]))
 
 
+def _backward(_context: Any, _gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    raise NotImplementedError("packed weights have no gradients; load the model without fewbits.transformers to train")
+
+
+# Without this, gradients of the layers before a packed linear would be wrong, because torch ignores operators without a
+# derivative.
+torch.library.register_autograd("fewbits::linear", _backward, lib=_OPERATORS)
+
+
 class PackedLinear(torch.nn.Module):  # type: ignore[misc,unused-ignore]
     """A linear whose weight is packed for the kernels."""
 

@@ -1,6 +1,6 @@
 """llm-compressor's interface, :func:`oneshot` and its modifiers, implemented by this package.
 
-Only the imports change:
+The call and its modifiers stay the same if this module supports their arguments:
 
 >>> from fewbits.llmcompressor import GPTQModifier, oneshot
 >>> oneshot(                                                                        # doctest: +SKIP
@@ -12,17 +12,24 @@ Only the imports change:
 ...     num_calibration_samples=512,
 ... )
 
-Unknown arguments are never ignored: they are rejected by name before any work. There is one difference: a sample is
-not a truncated row but a window of ``max_seq_length`` tokens. Texts are joined and then cut into windows.
+Unsupported arguments are never ignored: they are rejected by name before any work. There are these differences:
+
+- A sample is not a truncated row but a window of ``max_seq_length`` tokens. Texts are joined and then cut into windows.
+- The output head must be in ``ignore`` of each modifier with a scheme, as ``"lm_head"`` or a pattern that matches it.
+  llm-compressor quantizes a head that is not ignored, also one that is tied to the embedding, which it unties. Here, a
+  head is quantized with :func:`fewbits.quantize` and an override.
+- ``dataset`` is a path, the name of a built-in text, or rows. Names of datasets on a hub are not known.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Union
 
 from fewbits._api import quantize
+from fewbits._arguments import check_types
 from fewbits._call import PathOrName, Texts
 from fewbits._errors import UsageError
 from fewbits._events import Event
@@ -71,12 +78,13 @@ class _Scheme:
 
     def __init__(self, targets: _Names, scheme: str | None, ignore: _Names) -> None:
         name = type(self).__name__
+        check_types(_Scheme.__init__, locals())
         if ([targets] if isinstance(targets, str) else list(targets)) != ["Linear"]:
             raise UsageError(
                 f"{name}: targets={targets!r} is not supported",
                 'use targets="Linear", and list what stays float in ignore=',
             )
-        if scheme is not None and not (isinstance(scheme, str) and scheme.upper() in SCHEMES):
+        if scheme is not None and scheme.upper() not in SCHEMES:
             raise UsageError(f"{name}: unknown scheme={scheme!r}", f"choose one of {', '.join(SCHEMES)}")
         self.scheme = None if scheme is None else SCHEMES[scheme.upper()]
         self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
@@ -108,6 +116,7 @@ class GPTQModifier(_Scheme):
     ) -> None:
         known = ("targets", "scheme", "ignore", "block_size", "dampening_frac", "actorder")
         _refuse("GPTQModifier", unknown, known)
+        check_types(GPTQModifier.__init__, locals())
         super().__init__(targets, scheme, ignore)
         order = getattr(actorder, "value", actorder)
         if not isinstance(order, (str, bool, type(None))) or order not in ACT_ORDERS:
@@ -136,7 +145,16 @@ class SmoothQuantModifier:
 
     def __init__(self, *, smoothing_strength: float = 0.5, **unknown: object) -> None:
         _refuse("SmoothQuantModifier", unknown, ("smoothing_strength",))
+        check_types(SmoothQuantModifier.__init__, locals())
         self.smoothing_strength = smoothing_strength
+
+
+def _matches_head(pattern: str) -> bool:
+    """Whether an element of ``ignore`` matches the output head."""
+    try:
+        return pattern == "lm_head" or (pattern.startswith("re:") and bool(re.match(pattern[3:], "lm_head")))
+    except re.error:
+        return False
 
 
 _Modifier = Union[QuantizationModifier, GPTQModifier, AWQModifier, SmoothQuantModifier]
@@ -150,6 +168,8 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             "recipes as text or files are not supported here",
             "pass modifiers, or a TOML recipe to fewbits.quantize(recipe=)",
         )
+    if not isinstance(recipe, (*kinds, Iterable)):
+        raise TypeError(f"recipe= must be a modifier or a list of modifiers, not {type(recipe).__name__}")
     modifiers = [recipe] if isinstance(recipe, kinds) else list(recipe)
     for modifier in modifiers:
         if not isinstance(modifier, kinds):
@@ -181,6 +201,11 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             continue
         if modifier.scheme is not None:
             schemes.add(modifier.scheme)
+            if not any(map(_matches_head, modifier.ignore)):
+                raise UsageError(
+                    f"{type(modifier).__name__} does not ignore the output head, but oneshot() keeps it as floats here",
+                    'add ignore=["lm_head"], or call fewbits.quantize() with override={"lm_head": SCHEME}',
+                )
         ignore += [name for name in modifier.ignore if name not in ignore]
         if isinstance(modifier, GPTQModifier):
             settings.update(modifier.settings)
@@ -189,7 +214,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             f"the recipe has {len(schemes)} different schemes, but must have one",
             "set the same scheme= in its modifiers, or set it in only one of them",
         )
-    # The head stays float in any case. Its name may differ, and a pattern that matches nothing is an error.
+    # The head stays float by default. Its name may differ, and a pattern that matches nothing is an error.
     settings["ignore"] = [name for name in ignore if name not in ("lm_head", "re:.*lm_head")]
     settings["scheme"] = schemes.pop()
     return settings
@@ -197,7 +222,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
 
 def _rows(dataset: Texts, column: str) -> Texts:
     """Returns the rows of a dataset with their texts, which are in ``column``, under the name ``text``."""
-    if isinstance(dataset, (str, PathLike)):
+    if isinstance(dataset, (str, PathLike, Mapping)):
         return dataset
 
     def renamed(row: Any) -> Any:
@@ -232,13 +257,15 @@ def oneshot(
 ) -> Quantized | Gguf | Floats:
     """Quantizes a model directory into ``output_dir``, as compressed-tensors.
 
-    ``recipe`` is a modifier or several. ``dataset`` takes the same values as ``calibration`` of
-    :func:`fewbits.quantize`; None selects the built-in text. With a ``QuantizationModifier`` alone, ``dataset``,
-    ``num_calibration_samples`` and ``max_seq_length`` are used only if the scheme has static activation scales (``FP8``,
-    ``NVFP4``). The last five arguments are those of :func:`fewbits.quantize`.
+    ``recipe`` is a modifier or several; each one with a scheme must ignore the output head. ``dataset`` takes the same
+    values as ``calibration`` of :func:`fewbits.quantize`; None selects the built-in text. With a
+    ``QuantizationModifier`` alone, ``dataset``, ``num_calibration_samples`` and ``max_seq_length`` are used only if the
+    scheme has static activation scales (``FP8``, ``NVFP4``). The last five arguments are those of
+    :func:`fewbits.quantize`.
 
     Raises :class:`fewbits.QuantError`; :class:`fewbits.UsageError` names each unknown argument.
     """
+    given = locals()
     known = ("model", "recipe", "output_dir", "dataset", "num_calibration_samples", "max_seq_length", "text_column")
     _refuse("oneshot", unknown, (*known, "save_compressed", "resume", "force", "threads", "on_event", "progress"))
     if not isinstance(model, (str, PathLike)):
@@ -246,9 +273,10 @@ def oneshot(
             f"model= must be the path of a model directory, not {type(model).__name__}",
             "pass the directory that the model was loaded from",
         )
+    settings = _settings(recipe)
+    check_types(oneshot, {name: value for name, value in given.items() if name != "recipe"})
     if not save_compressed:
         raise UsageError("save_compressed=False is not supported: the output is always packed", "omit it")
-    settings = _settings(recipe)
     # A data-free run refuses settings for a text that it does not read.
     if settings["method"] != "rtn" or settings["scheme"] in CALIBRATED:
         settings.update(samples=num_calibration_samples, seq_len=max_seq_length)

@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lm_eval import utils  # type: ignore[import-untyped,import-not-found,unused-ignore]
-from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped,import-not-found,unused-ignore]
-from lm_eval.api.registry import register_model  # type: ignore[import-untyped,import-not-found,unused-ignore]
-
 from fewbits import Model
+from fewbits._call import needs
+
+with needs("fewbits.lm_eval", "lm-evaluation-harness", "lm-eval"):
+    from lm_eval import utils  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    from lm_eval.api.registry import register_model  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 __all__ = ["FewbitsLM"]
 

@@ -22,7 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray  # type: ignore[import-untyped,import-not-found,unused-ignore]
+from fewbits._call import needs
+
+with needs("fewbits.ray", "Ray", "ray"):
+    import ray  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 __all__ = ["JobFailed", "Summary", "run"]
 

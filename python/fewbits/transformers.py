@@ -8,15 +8,17 @@ package's kernels multiply them.
 Without this, transformers dequantizes a compressed-tensors checkpoint before the first token. With it, these linears
 keep their codes: symmetric integer weights of 2, 4 or 8 bits with a scale per group, channel or tensor, and with float
 activations, or 8-bit activations that are dynamic per token or static. torch computes all other linears and the rest of
-the model as before. Packed linears have no gradients, so they can be used for inference only.
+the model as before. Packed linears have no gradients: ``backward`` through one raises ``NotImplementedError``.
 
-Needs torch, transformers and compressed-tensors, which this package does not install.
+Needs torch, transformers and compressed-tensors, which ``pip install "fewbits[transformers]"`` installs.
 """
 
 from __future__ import annotations
 
 import logging
 from typing import Any
+
+from fewbits._call import needs
 
 __all__ = ["disable", "enable", "is_enabled"]
 
@@ -34,16 +36,17 @@ def is_enabled() -> bool:
 def enable() -> None:
     """Makes ``from_pretrained`` keep the packed weights of compressed-tensors checkpoints on a CPU from now on.
 
-    Raises ``ImportError`` if torch, transformers or compressed-tensors is missing.
+    Raises ``ImportError`` with the command to install what is missing.
     """
     if _BEFORE:
         return
-    import compressed_tensors  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: F401
-    from transformers.quantizers.auto import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        AUTO_QUANTIZER_MAPPING,
-    )
+    with needs("fewbits.transformers", "torch, transformers and compressed-tensors", "transformers"):
+        import compressed_tensors  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: F401
+        from transformers.quantizers.auto import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            AUTO_QUANTIZER_MAPPING,
+        )
 
-    from fewbits._torch import quantizer
+        from fewbits._torch import quantizer
 
     _BEFORE.append(AUTO_QUANTIZER_MAPPING[_METHOD])
     AUTO_QUANTIZER_MAPPING[_METHOD] = quantizer(_BEFORE[0])

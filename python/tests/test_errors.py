@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import json
 import pickle
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,20 +113,84 @@ def test_numeric(model: Path, tmp_path: Path) -> None:
     assert isinstance(caught.value, ArithmeticError)
 
 
-def test_arguments_of_a_wrong_type(model: Path, tmp_path: Path) -> None:
+def test_rows_of_a_wrong_type(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(TypeError, match="on_event="):
-        fewbits.quantize(model, out, on_event=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="put a single row into a list"):
         fewbits.quantize(model, out, calibration={"text": "a"})
     with pytest.raises(TypeError, match="row 1 of calibration="):
         fewbits.quantize(model, out, calibration=[object()])
     with pytest.raises(TypeError):
         fewbits.quantize(model, out, groupsize=64)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="block_size= must be an integer, not str"):
-        fewbits.quantize(model, out, block_size="many")  # type: ignore[arg-type]
-    with pytest.raises(fewbits.UsageError, match="the request is invalid"):
-        fewbits.quantize(model, out, method="gptq", damping="much")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": ["awq", "gptq"]}, "method= must be a string, not list ['awq', 'gptq']"),
+        ({"symmetric": "yes"}, "symmetric= must be True or False, not str 'yes'"),
+        ({"force": 1}, "force= must be True or False, not int 1"),
+        ({"damping": "much"}, "damping= must be a number, not str 'much'"),
+        ({"block_size": 1.5}, "block_size= must be an integer, not float 1.5"),
+        ({"seed": True}, "seed= must be an integer, not bool True"),
+        ({"ignore": 5}, "ignore= must be a string or a list of strings, not int 5"),
+        ({"ignore": ["a", 5]}, "ignore= must be a string or a list of strings, not list ['a', 5]"),
+        ({"override": {"a": 8}}, "override= must be a dictionary of strings, a string or a list of strings, not dict"),
+        ({"steps": {"awq": 5}}, "steps= must be a dictionary of dictionaries, not dict {'awq': 5}"),
+        ({"calibration": 5}, "calibration= must be a string, a path or a list, not int 5"),
+        ({"output": None}, "output= must be a string or a path, not None"),
+        ({"on_event": 3}, "on_event= must be a function, not int 3"),
+    ],
+)
+def test_a_wrong_type_is_named(model: Path, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    given = {"model": model, "output": tmp_path / "out", "method": "gptq", **arguments}
+    with pytest.raises(TypeError) as caught:
+        fewbits.quantize(**given)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_wrong_type_is_named_by_every_function(model: Path) -> None:
+    any_: Any = fewbits
+    calls = {
+        "model= must be a string or a path, not int 5": lambda: any_.inspect(5),
+        "preset= must be a string, not None": lambda: any_.preset_recipe(None),
+        "threads= must be an integer, not str '2'": lambda: any_.plan(model, threads="2"),
+        "window= must be an integer, not str '64'": lambda: any_.evaluate(model, text="builtin-heldout", window="64"),
+        "kv= must be a string or an integer, not float 1.5": lambda: any_.evaluate(model, text="", kv=1.5),
+        "results= must be a string, a path, an instance of Evaluation, ": lambda: any_.gate({"a": 5}, policy="p"),
+        "results= must be ": lambda: any_.update_baseline(5, "b"),
+        "max_length= must be an integer, not str 'x'": lambda: any_.Model(model, max_length="x"),
+    }
+    loaded: Any = fewbits.Model(model)
+    calls |= {
+        "temperature= must be a number, not str 'x'": lambda: loaded.generate(["a"], temperature="x"),
+        "prompts= must be a list of strings or lists of integers, not str 'a'": lambda: loaded.generate("a"),
+        "stop= must be a list of strings, not str 'end'": lambda: loaded.generate(["a"], stop="end"),
+        "texts= must be a list of strings, not list [1]": lambda: loaded.encode([1]),
+        "tokens= must be a list of integers, not list ['1']": lambda: loaded.decode(["1"]),
+        "messages= must be a list of dictionaries, not list ['a']": lambda: loaded.chat_prompt(["a"]),
+        "requests= must be a list of tuples, not list [([1], 2)]": lambda: loaded.log_likelihoods([([1], 2)]),
+    }
+    for message, call in calls.items():
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert str(caught.value).startswith(message)
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fewbits.transformers
+
+    modules = {"lm_eval": ("lm_eval", "lm-eval"), "ray": ("ray", "ray")}
+    for name, (package, extra) in modules.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"fewbits.{name}", raising=False)
+        with pytest.raises(ImportError, match=rf"fewbits\.{name} needs .*pip install 'fewbits\[{extra}\]'"):
+            importlib.import_module(f"fewbits.{name}")
+    monkeypatch.setitem(sys.modules, "compressed_tensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'fewbits\[transformers\]'"):
+        fewbits.transformers.enable()
+    assert not fewbits.transformers.is_enabled()
+    extras = importlib.metadata.metadata("fewbits").get_all("Provides-Extra")
+    assert extras is not None and {"lm-eval", "ray", "transformers"} <= set(extras)
 
 
 def test_warnings_are_python_s(model: Path, tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
         assert fewbits.plan(model, method=method, scheme=scheme, group_size=None).formats, name
 
 
+CALIBRATED = GPTQModifier(scheme="W4A16", ignore=["lm_head"])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -110,11 +113,23 @@ def test_schemes_of_oneshot_exist(model: Path) -> None:
         (lambda: shot(pipeline="basic"), "oneshot does not support `pipeline`"),
         (lambda: shot(model=3), "model= must be the path of a model directory, not int"),
         (lambda: shot(recipe="recipe.yaml"), "recipes as text or files are not supported here"),
-        (lambda: shot(recipe=object()), "not iterable"),
+        (lambda: shot(recipe=object()), "recipe= must be a modifier or a list of modifiers, not object"),
+        (lambda: shot(recipe=None), "recipe= must be a modifier or a list of modifiers, not NoneType"),
+        (lambda: shot(max_seq_length="a"), "max_seq_length= must be an integer, not str 'a'"),
+        (lambda: shot(recipe=CALIBRATED, dataset={"train": []}), "put a single row into a list"),
+        (lambda: QuantizationModifier(ignore=5), "ignore= must be a string or a list of strings, not int 5"),
+        (lambda: GPTQModifier(dampening_frac="a"), "dampening_frac= must be a number, not str 'a'"),
+        (lambda: SmoothQuantModifier(smoothing_strength="a"), "smoothing_strength= must be a number, not str 'a'"),
+        (lambda: shot(recipe=GPTQModifier(scheme="W4A16")), 'add ignore=["lm_head"], or call fewbits.quantize()'),
+        (
+            lambda: shot(recipe=[AWQModifier(ignore=["lm_head"]), QuantizationModifier(scheme="W4A16")]),
+            "QuantizationModifier does not ignore the output head",
+        ),
+        (lambda: shot(recipe=GPTQModifier(scheme="W4A16", ignore=["re:("])), "does not ignore the output head"),
         (lambda: shot(recipe=[GPTQModifier(), GPTQModifier()]), "GPTQModifier then GPTQModifier is not a supported recipe"),
         (lambda: shot(recipe=GPTQModifier()), "the recipe has 0 different schemes"),
         (lambda: shot(save_compressed=False), "save_compressed=False"),
-        (lambda: shot(recipe=GPTQModifier(scheme="W4A16"), dataset=[{"input_ids": [1]}]), "contains tokens"),
+        (lambda: shot(recipe=CALIBRATED, dataset=[{"input_ids": [1]}]), "contains tokens"),
     ],
 )
 def test_what_oneshot_does_not_know_is_refused_by_name(call: Any, message: str) -> None:
@@ -124,7 +139,7 @@ def test_what_oneshot_does_not_know_is_refused_by_name(call: Any, message: str) 
 
 
 def shot(**arguments: Any) -> object:
-    given: dict[str, Any] = {"model": "M", "recipe": QuantizationModifier(scheme="W4A16"), "output_dir": "O"}
+    given: dict[str, Any] = {"model": "M", "recipe": QuantizationModifier(scheme="W4A16", ignore="lm_head"), "output_dir": "O"}
     return oneshot(**{**given, **arguments})
 
 
@@ -134,8 +149,10 @@ def test_static_scales_are_calibrated_on_the_dataset(
 ) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(llmcompressor, "quantize", lambda *_, **arguments: calls.append(arguments))
-    shot(recipe=QuantizationModifier(scheme=scheme), dataset=["one", "two"], num_calibration_samples=2)
+    recipe = QuantizationModifier(scheme=scheme, ignore=["re:.*lm_head"])
+    shot(recipe=recipe, dataset=["one", "two"], num_calibration_samples=2)
     [arguments] = calls
+    assert arguments["ignore"] == []
     assert (arguments.get("calibration") == ["one", "two"]) == is_calibrated
     assert arguments.get("samples") == (2 if is_calibrated else None)
 

@@ -126,21 +126,47 @@ def transformers_agrees(fewbits, model, scratch):
         assert ((half - expected).norm() / expected.norm()).item() <= 5e-2
         say(f"transformers: {name}, off by {error:.1e}", start)
     operator(linears[0])
-    guide(scratch)
+    training(packed, tokens)
+    guide(fewbits, scratch)
 
 
-def guide(scratch):
+def guide(fewbits, scratch):
     start = time.monotonic()
     (scratch / "OUT").symlink_to(scratch / "w4a16-g64")
-    text = (ROOT / "docs/guide/transformers.md").read_text()
-    [block] = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
     before = Path.cwd()
     os.chdir(scratch)
     try:
-        exec(compile(block, "docs/guide/transformers.md", "exec"), {})
+        for page in ("docs/guide/engines.md", "docs/guide/transformers.md"):
+            text = (ROOT / page).read_text()
+            [block] = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+            fewbits.transformers.disable()
+            exec(compile(block, page, "exec"), {})
     finally:
         os.chdir(before)
     say("the code of the guide", start)
+
+
+@torch.enable_grad()
+def training(model, tokens):
+    """Gradients are refused, and not needed for inference, although the float parameters require them."""
+    start = time.monotonic()
+    model.train()
+    loss = model(tokens, labels=tokens).loss
+    try:
+        loss.backward()
+    except NotImplementedError as error:
+        assert "packed weights have no gradients" in str(error), error
+    else:
+        raise AssertionError("gradients were computed")
+    model.eval()
+    logits = model(tokens).logits
+    assert logits.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(tokens).logits, logits)
+    [linear, *_] = [m for m in model.modules() if type(m).__name__ == "PackedLinear"]
+    assert not linear(torch.zeros(1, linear.in_features)).requires_grad
+    say("training: gradients are refused", start)
 
 
 def operator(linear):
