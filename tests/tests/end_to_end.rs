@@ -109,8 +109,9 @@ fn checked(options: &[&str], out: &Path, scheme_of: impl Fn(&str) -> String) {
     assert_eq!(settings["format"], "pack-quantized");
     let card = std::fs::read_to_string(out.join("README.md")).unwrap();
     let scheme = scheme_of("model.layers.1.mlp.down_proj");
-    for expected in ["---\nlibrary_name: transformers\n", "- compressed-tensors\n---", "## Load it", &scheme]
-    {
+    let load = "`AutoModelForCausalLM.from_pretrained(\"OUT\")`, after `pip install compressed-tensors` |";
+    let start = "---\nlibrary_name: transformers\n";
+    for expected in [start, "- compressed-tensors\n---", "## Load it", load, &scheme] {
         assert!(card.contains(expected), "{case}: no {expected:?} in {card}");
     }
 }
