@@ -174,7 +174,8 @@ fn activation_aware_schemes() {
         checked(&[&["--scheme", scheme], &SHORT[..]].concat(), &out, |_| scheme.to_owned());
         check_quality(&out, scheme, max);
         let card = std::fs::read_to_string(out.join("README.md")).unwrap();
-        let load = "`AutoModelForCausalLM.from_pretrained(\"OUT\")`, after `pip install compressed-tensors` |";
+        let load =
+            "`AutoModelForCausalLM.from_pretrained(\"OUT\")`, after `pip install compressed-tensors` |";
         assert!(card.contains(load), "{card}");
         let report = read_json(out.join("quant_report.json"));
         assert_eq!(report["calibration"]["samples"], 4);
