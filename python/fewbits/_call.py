@@ -76,7 +76,8 @@ def check_threads(threads: int | None) -> None:
 
 @contextmanager
 def needs(module: str, packages: str, extra: str) -> Iterator[None]:
-    """Imports packages that a module needs. If they are missing, the ``ImportError`` names the command to install them."""
+    """Wraps the imports of packages that a module needs. If one is missing, the ``ImportError`` names the command that
+    installs it."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -173,6 +173,10 @@ fn activation_aware_schemes() {
         let (out, nearest) = (scratch.path().join(scheme), scratch.path().join("rtn"));
         checked(&[&["--scheme", scheme], &SHORT[..]].concat(), &out, |_| scheme.to_owned());
         check_quality(&out, scheme, max);
+        let card = std::fs::read_to_string(out.join("README.md")).unwrap();
+        let load =
+            "`AutoModelForCausalLM.from_pretrained(\"OUT\")`, after `pip install compressed-tensors` |";
+        assert!(card.contains(load), "{card}");
         let report = read_json(out.join("quant_report.json"));
         assert_eq!(report["calibration"]["samples"], 4);
         let ratios = report["tensors"].as_array().unwrap().iter().filter(|t| t["ratio"].is_number()).count();

@@ -218,7 +218,10 @@ fn no_page_is_forgotten() {
         assert_eq!(run.contains(&*name), !ours.is_empty(), "{name}");
         assert!(others.iter().all(|line| !line.starts_with("quant ")), "{name}: {others:?}");
         // Python code is listed by its first line. The tests of the package run the rest.
-        assert!(!text.contains("```python\n") || PYTHON.contains(&&*name), "no test runs the Python code of {name}");
+        assert!(
+            !text.contains("```python\n") || PYTHON.contains(&&*name),
+            "no test runs the Python code of {name}"
+        );
         let python = text.split("```python not-run\n").skip(1).filter_map(|block| block.lines().next());
         for line in others.into_iter().chain(python) {
             not_run.push_str(&format!("| [{name}]({name}) | `{line}` |\n"));

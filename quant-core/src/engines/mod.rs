@@ -74,6 +74,14 @@ struct Reading {
     loads: fn(&Outline, usize) -> Compatibility,
     /// The additional rule for models with experts.
     experts: fn(&Outline) -> Compatibility,
+    /// The Python packages that the format needs in addition to the engine.
+    packages: Option<&'static str>,
+}
+
+impl Reading {
+    const fn with_packages(self, packages: &'static str) -> Reading {
+        Reading { packages: Some(packages), ..self }
+    }
 }
 
 const fn reading(
@@ -81,7 +89,7 @@ const fn reading(
     loads: fn(&Outline, usize) -> Compatibility,
     experts: fn(&Outline) -> Compatibility,
 ) -> Reading {
-    Reading { container, loads, experts }
+    Reading { container, loads, experts, packages: None }
 }
 
 /// An engine at one version.
@@ -109,11 +117,20 @@ impl Engine {
         self.run.unwrap_or(self.loader.version)
     }
 
+    fn reading(&self, outline: &Outline) -> Option<&'static Reading> {
+        self.reads.iter().find(|reading| reading.container == outline.container)
+    }
+
+    /// Returns the Python packages that must be installed in addition to the engine, separated by spaces.
+    pub(crate) fn packages(&self, outline: &Outline) -> Option<&'static str> {
+        self.reading(outline)?.packages
+    }
+
     /// Returns whether the engine loads a checkpoint on `ranks` ranks; `None` if `ranks` is greater than 1 and the
     /// engine has no tensor parallelism.
     pub fn loads(&self, outline: &Outline, ranks: usize) -> Option<Compatibility> {
         (ranks == 1 || self.tensor_parallel).then(|| {
-            let Some(rules) = self.reads.iter().find(|reading| reading.container == outline.container) else {
+            let Some(rules) = self.reading(outline) else {
                 return Compatibility::No(format!("it does not support the {} format", outline.container));
             };
             models::verdict(self.models, outline, || match outline.experts.is_empty() {
@@ -217,9 +234,11 @@ pub static ENGINES: &[Engine] = &[
         tensor_parallel: false,
         models: models::TRANSFORMERS,
         reads: &[
-            reading(COMPRESSED_TENSORS, others::transformers, experts::transformers),
-            reading(AWQ, others::transformers_awq, experts::transformers_others),
-            reading(GPTQ, others::transformers_gptq, experts::transformers_others),
+            reading(COMPRESSED_TENSORS, others::transformers, experts::transformers)
+                .with_packages("compressed-tensors"),
+            reading(AWQ, others::transformers_awq, experts::transformers_others).with_packages("gptqmodel"),
+            reading(GPTQ, others::transformers_gptq, experts::transformers_others)
+                .with_packages("gptqmodel optimum"),
         ],
     },
     Engine {

@@ -94,7 +94,9 @@ fn engines(job: &Job<'_>, wording: &dyn Wording) -> String {
             Compatibility::With(remark) => cell(&remark),
             Compatibility::Unsure(_) | Compatibility::No(_) => return None,
         };
-        Some(format!("| {} {} | `{}` | {remark} |\n", engine.name, engine.version(), engine.command))
+        let packages = engine.packages(&outline);
+        let install = packages.map_or_else(String::new, |names| format!(", after `pip install {names}`"));
+        Some(format!("| {} {} | `{}`{install} | {remark} |\n", engine.name, engine.version(), engine.command))
     };
     let rows: Vec<String> = ENGINES.iter().filter_map(row).collect();
     match rows.is_empty() {
