@@ -3,11 +3,12 @@
 //! ```text
 //! cargo run --release -p quant-candle --example llama -- OUT "The miller opened the door" 32
 //! ```
-mod model;
+#[path = "../models/llama.rs"]
+mod llama;
 
 use std::io::Write;
 
-use model::{Cache, Llama, greedy};
+use llama::{Cache, Llama, greedy};
 use quant_candle::{Checkpoint, Rayon, Runner};
 use tokenizers::Tokenizer;
 
