@@ -129,8 +129,9 @@ fn floats_of_a_gguf_file_are_compared_with_the_model_of_the_file() {
     // With two tokens exchanged, positions cannot be compared.
     let mut tokenizer: Value = serde_json::from_str(&file("floats")).unwrap();
     let vocabulary = tokenizer["model"]["vocab"].as_object_mut().unwrap();
-    let [a, b] = ["a", "e"].map(|token| vocabulary[token].clone());
-    (vocabulary["a"], vocabulary["e"]) = (b, a);
+    let tokens = ["Ġthe", "Ġand"];
+    let ids = tokens.map(|token| vocabulary[token].clone());
+    tokens.iter().zip(ids.into_iter().rev()).for_each(|(token, id)| vocabulary[*token] = id);
     std::fs::write(at("floats").join("tokenizer.json"), tokenizer.to_string()).unwrap();
     check_message(
         "exchanged",

@@ -107,7 +107,7 @@ fn types_that_no_tensor_would_get() {
         bench.run(args!["quantize", bench.at("packed"), "-o", bench.at("x.gguf")], options)
     };
     for (options, expected) in [
-        (&["--scheme", "q4_k_m"][..], "--scheme=Q4_K_M has no effect: the model is already quantized"),
+        (&["--scheme", "q4_k_m"][..], "--scheme Q4_K_M has no effect: the model is already quantized"),
         (&["--scheme", "f16", "--allow-fallback"], "its codes are kept as Q4_0"),
         (
             &["--override", "ffn_down=q6_k"],

@@ -280,12 +280,8 @@ pub(super) fn require(a: &Architecture) -> Result<&'static GgufFamily> {
     of_model(a).ok_or_else(|| {
         let known: BTreeSet<&str> = FAMILIES.iter().map(|f| f.family).collect();
         let known: Vec<&str> = known.into_iter().collect();
-        let reason = match a.family {
-            "phimoe" => ": llama.cpp computes other norms than the model",
-            "cohere2_moe" => ": it has not been compared with llama.cpp yet",
-            "opt" => ": llama.cpp has no architecture for it",
-            _ => "",
-        };
+        let reason = table::NOT_WRITTEN.iter().find(|(family, _)| *family == a.family);
+        let reason = reason.map_or(String::new(), |(_, reason)| format!(": {reason}"));
         Error::usage(
             format!("this model of the family {} cannot be written as GGUF{reason}", a.family),
             format!(

@@ -123,6 +123,13 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     roles: &[],
 };
 
+/// Families that are not written, and why.
+pub(super) const NOT_WRITTEN: [(&str, &str); 3] = [
+    ("phimoe", "llama.cpp computes other norms than the model"),
+    ("cohere2_moe", "it has not been compared with llama.cpp yet"),
+    ("opt", "llama.cpp has no architecture for it"),
+];
+
 /// The families that can be written and read. If several have the same `arch`, a file is read as the first one that
 /// agrees with its metadata.
 pub(in crate::gguf) static FAMILIES: &[GgufFamily] = &[
