@@ -16,11 +16,16 @@ pub fn install() -> Result<CancelToken> {
     let watched: &[i32] = if is_ignored(SIGHUP) { &[SIGINT, SIGTERM] } else { &[SIGINT, SIGTERM, SIGHUP] };
     let mut signals = Signals::new(watched).map_err(failed)?;
     let seen = cancelled.clone();
-    // A single thread handles signals in order.
     let watch = move || {
-        for signal in signals.forever() {
-            if seen.swap(true, Ordering::Relaxed) {
-                low_level::exit(128 + signal);
+        let mut received = 0;
+        loop {
+            // Signals that arrived together count before the first one lets the run end.
+            let arrived: Vec<i32> = signals.wait().collect();
+            received += arrived.len();
+            match arrived.last() {
+                Some(last) if received > 1 => low_level::exit(128 + last),
+                Some(_) => seen.store(true, Ordering::Relaxed),
+                None => {}
             }
         }
     };
