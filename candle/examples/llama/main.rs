@@ -3,12 +3,11 @@
 //! ```text
 //! cargo run --release -p quant-candle --example llama -- OUT "The miller opened the door" 32
 //! ```
-#[path = "../models/llama.rs"]
-mod llama;
+mod model;
 
 use std::io::Write;
 
-use llama::{Cache, Llama, greedy};
+use model::{Cache, Llama, greedy};
 use quant_candle::{Checkpoint, Rayon, Runner};
 use tokenizers::Tokenizer;
 
