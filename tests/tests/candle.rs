@@ -9,7 +9,7 @@ use quant_tests::program::quant;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-#[path = "../../candle/examples/llama/model.rs"]
+#[path = "candle/llama.rs"]
 mod llama;
 #[allow(dead_code, reason = "its `main` is not run here")]
 #[path = "../../candle/examples/mlp.rs"]
