@@ -82,7 +82,7 @@ impl Bench {
             let bytes: Vec<u8> = (0..BYTES).map(|i| (((i + seed) * 2_654_435_761) >> 13) as u8).collect();
             sink.write("weight", 0, &bytes).unwrap();
             sink.remember("weight", &serde_json::json!({ "seed": seed })).unwrap();
-            sink.finish(&identity()).unwrap();
+            sink.finish(&identity(), &std::collections::BTreeMap::new()).unwrap();
         }
         path
     }
