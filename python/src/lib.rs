@@ -33,7 +33,7 @@ mod _native {
     #[pyfunction]
     fn cli(py: Python<'_>, arguments: Vec<OsString>, code: PathBuf, python: Option<PathBuf>) -> u8 {
         let embedding = Place { code, python }.embedding();
-        py.detach(|| quant_cli::main(arguments, Some(embedding)))
+        py.detach(|| quant_cli::main(arguments, quant_cli::Caller::Embedding(embedding)))
     }
 
     /// Serves a tokenizer or a chat template to the process that started this one, and returns the exit code.

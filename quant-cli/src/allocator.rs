@@ -13,6 +13,7 @@ use std::fmt::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use libmimalloc_sys::{mi_option_set, mi_option_t, mi_option_use_numa_nodes};
 use mimalloc::MiMalloc;
 use quant_core::{Category, Error, Result};
 
@@ -69,6 +70,15 @@ fn end(size: usize) -> ! {
         write_to_stderr(&text.bytes[..text.len]);
     }
     signal_hook::low_level::exit(i32::from(Category::Environment.exit_code()))
+}
+
+/// From now on, returns freed memory to the system after 30 milliseconds instead of a second. Within a second, a run may
+/// free far more than it needs at a time, and how much depends on the load of the machine. An even shorter time makes
+/// searches noticeably slower.
+pub fn return_memory_early() {
+    const PURGE_DELAY: mi_option_t = mi_option_use_numa_nodes - 1;
+    // SAFETY: this call sets a number. MiMalloc has had this option at this place since its version 2.
+    unsafe { mi_option_set(PURGE_DELAY, 30) };
 }
 
 /// Returns an error if the address-space limit leaves no room to start this many threads. In a new thread, the standard

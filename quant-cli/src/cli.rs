@@ -67,6 +67,11 @@ pub enum Command {
 }
 
 impl Command {
+    /// Whether `plan` predicts the memory of this command.
+    pub fn has_predicted_memory(&self) -> bool {
+        matches!(self, Self::Quantize(_) | Self::Job(_))
+    }
+
     /// Returns what to do after this run, started with these words, was interrupted.
     pub fn after_interruption(&self, words: &[OsString]) -> String {
         const AGAIN: &str = "run the same command again";

@@ -48,8 +48,19 @@ pub struct Embedding {
     pub worker: Option<(PathBuf, Vec<OsString>)>,
 }
 
+/// What runs this library.
+pub enum Caller {
+    /// The executable.
+    Executable {
+        /// Makes the allocator return freed memory to the system early. Commands whose memory use is predicted call it.
+        return_memory_early: fn(),
+    },
+    /// A program that embeds this library, and that has an allocator of its own.
+    Embedding(Embedding),
+}
+
 /// Runs the program with these arguments, the first of which is its name, and returns its exit code.
-pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
+pub fn main(arguments: Vec<OsString>, caller: Caller) -> u8 {
     #[cfg(target_os = "linux")]
     if text_worker::is_asked_for(&arguments) {
         return text_worker::run();
@@ -61,7 +72,7 @@ pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
     let program = std::thread::Builder::new()
         .name("main".into())
         .stack_size(STACK)
-        .spawn(move || begin(&arguments, embedding));
+        .spawn(move || begin(&arguments, caller));
     match program.map(std::thread::JoinHandle::join) {
         Ok(Ok(code)) => code,
         Ok(Err(_)) => ended(&Error::Internal("the program panicked".into()), None),
@@ -69,7 +80,7 @@ pub fn main(arguments: Vec<OsString>, embedding: Option<Embedding>) -> u8 {
     }
 }
 
-fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
+fn begin(arguments: &[OsString], caller: Caller) -> u8 {
     let cli = match cli::Cli::try_parse_from(arguments) {
         Ok(cli) => cli,
         Err(error) => return output::refused_arguments(&foreign::explained(error, arguments)),
@@ -88,7 +99,7 @@ fn begin(arguments: &[OsString], embedding: Option<Embedding>) -> u8 {
         }
     }));
     // Any other panic is a bug in this program.
-    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli, embedding)));
+    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&cli, caller)));
     match outcome {
         Ok(Ok(code)) => code,
         Ok(Err(error)) => {
@@ -119,7 +130,16 @@ fn no_threads(error: &dyn std::error::Error) -> Error {
     }
 }
 
-fn run(cli: &cli::Cli, embedding: Option<Embedding>) -> quant_core::Result<u8> {
+fn run(cli: &cli::Cli, caller: Caller) -> quant_core::Result<u8> {
+    let embedding = match caller {
+        Caller::Embedding(embedding) => Some(embedding),
+        Caller::Executable { return_memory_early } => {
+            if cli.command.has_predicted_memory() {
+                return_memory_early();
+            }
+            None
+        }
+    };
     let threads = threads(cli.threads)?;
     let cancel = signals::install()?;
     let pool = pool(threads)?;

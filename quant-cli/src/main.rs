@@ -2,9 +2,12 @@
 
 use std::process::ExitCode;
 
+use quant_cli::Caller;
+use quant_cli::allocator::{Allocator, return_memory_early};
+
 #[global_allocator]
-static ALLOCATOR: quant_cli::allocator::Allocator = quant_cli::allocator::Allocator;
+static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
-    ExitCode::from(quant_cli::main(std::env::args_os().collect(), None))
+    ExitCode::from(quant_cli::main(std::env::args_os().collect(), Caller::Executable { return_memory_early }))
 }

@@ -9,7 +9,7 @@ use crate::model::{BlockKind, Model, NodeId};
 use crate::quantize::gptq::Hessian;
 use crate::transform::Workload;
 
-const PROGRAM: u64 = 56 << 20;
+const PROGRAM: u64 = 48 << 20;
 const TEXT: u64 = 32 << 20;
 const CHUNK_TOKENS: u64 = 2048;
 
@@ -51,6 +51,16 @@ impl Passes<'_> {
         (12 * values).saturating_mul(at_a_time).saturating_add(sums)
     }
 
+    /// Whether the rows of every piece of the batch fill whole panels of the Hessians, so that none wait for more.
+    fn fills_panels(&self, kind: &BlockKind<'_>) -> bool {
+        let length = self.sampling.length as u64;
+        let graph = kind.graph;
+        CHUNK_TOKENS.checked_rem(length) == Some(0)
+            && Hessian::fill_panels(CHUNK_TOKENS)
+            && Hessian::fill_panels(self.tokens())
+            && graph.linears().all(|(id, ..)| graph.expert_of(id).is_none())
+    }
+
     /// The bytes that the passes through a block need, and with compensated errors those of writing it.
     fn of_block(&self, model: &Model, kind: &BlockKind<'_>, writing: u64) -> u64 {
         let (weights, step) = (block_bytes(model, kind, None), self.step(kind));
@@ -76,8 +86,10 @@ impl Passes<'_> {
         if self.request.compensation().is_some() {
             // Rewritten weights are read as F32.
             let weights = if transforms.is_empty() { weights } else { block_bytes(model, kind, Some(4)) };
-            let kept: u64 = input_widths(kind).map(Hessian::kept_bytes).sum();
-            let factoring = |k| Hessian::peak_bytes(k).saturating_sub(Hessian::kept_bytes(k));
+            let kept_bytes =
+                if self.fills_panels(kind) { Hessian::triangle_bytes } else { Hessian::kept_bytes };
+            let kept: u64 = input_widths(kind).map(kept_bytes).sum();
+            let factoring = |k| Hessian::peak_bytes(k).saturating_sub(kept_bytes(k));
             let factoring = weights.saturating_add(input_widths(kind).map(factoring).max().unwrap_or(0));
             // Tensors are written while the states and the factors are in memory.
             let adding = input_widths(kind).map(Hessian::adding_bytes).max().unwrap_or(0);

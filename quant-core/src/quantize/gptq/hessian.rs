@@ -66,8 +66,13 @@ impl Hessian {
     }
 
     /// The size in bytes of the triangle of a Hessian of this width.
-    pub(super) fn triangle_bytes(channels: u64) -> u64 {
+    pub fn triangle_bytes(channels: u64) -> u64 {
         values(channels).saturating_mul(Self::number(channels))
+    }
+
+    /// Whether this many rows are added at once, and none wait until there are enough for a panel.
+    pub fn fill_panels(rows: u64) -> bool {
+        rows.is_multiple_of(PANEL as u64)
     }
 
     /// The size in bytes of a Hessian of this width while it is accumulated.
