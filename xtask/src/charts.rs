@@ -17,6 +17,7 @@ const IMAGES: &str = "docs/images";
 const QUALITY: &str = "benchmarks/record/quality/2026-11-22-amd-epyc-2cpu.csv";
 const FLOATS: &str = "benchmarks/record/floats/2026-11-25-amd-epyc-2cpu.csv";
 const GPTQ: &str = "benchmarks/record/peers-gptq-quality/2026-11-23-amd-epyc-2cpu.csv";
+const LAYERS: &str = "benchmarks/record/kl-by-layer/2026-11-28-amd-epyc-2cpu.csv";
 const MODELS: &str = "benchmarks/record/peers-models/2026-11-23-amd-epyc-2cpu.csv";
 const AWQ_SPEED: &str = "benchmarks/record/peers-awq-speed/2026-11-22-amd-epyc-2cpu.csv";
 const GPTQ_SPEED: &str = "benchmarks/record/peers-gptq-speed/2026-11-23-amd-epyc-2cpu.csv";
@@ -39,6 +40,7 @@ pub fn run() -> Result<()> {
 fn pictures() -> Result<Vec<(&'static str, String)>> {
     Ok(vec![
         ("kl-by-size.svg", kl_by_size()?),
+        ("kl-by-layer.svg", kl_by_layer()?),
         ("tokens-per-second.svg", tokens_per_second()?),
         ("time-to-quantize.svg", time_to_quantize()?),
     ])
@@ -138,6 +140,32 @@ fn kl_by_size() -> Result<String> {
         x: "bits per weight, with scales".into(),
         y: "mean KL (nats), logarithmic".into(),
         series,
+    }
+    .draw())
+}
+
+/// The KL if only one block, or one linear of every block, is quantized, relative to that of the whole model.
+fn kl_by_layer() -> Result<String> {
+    let of = |kind: &str| rows(LAYERS, &[("kind", kind)]);
+    let all = of("all")?;
+    let total = number(all.first().context("no row of the whole model")?, "kl")?;
+    let mut panels = Vec::new();
+    for (kind, title) in [("block", "only one block"), ("linear", "only one linear of every block")] {
+        let mut bars = Vec::new();
+        for row in of(kind)? {
+            let label = if kind == "block" { format!("block {}", row["name"]) } else { row["name"].clone() };
+            bars.push((label, 100.0 * number(&row, "kl")? / total, false));
+        }
+        let most = bars.iter().map(|(_, share, _)| *share).fold(0.0, f64::max);
+        bars.iter_mut().for_each(|(_, share, stands_out)| *stands_out = *share == most);
+        panels.push((title.to_owned(), bars));
+    }
+    Ok(Bars {
+        title: "Which layers the loss comes from".into(),
+        subtitle: "books-7m, 4 bits in groups of 128: KL relative to that of the whole model quantized"
+            .into(),
+        unit: "%".into(),
+        panels,
     }
     .draw())
 }

@@ -9,6 +9,10 @@ use anyhow::{Context, Result, ensure};
 use crate::support::shell::{remove_dir, root, run as execute, succeeds, target_dir};
 
 const MATURIN: &str = "maturin==1.16.0";
+/// The linker of optimized wheels, which links them for an older glibc than that of this machine.
+const ZIG: &str = "ziglang==0.17.0";
+/// What an optimized wheel runs on: glibc 2.17 or later.
+const PLATFORM: &str = "manylinux2014";
 /// The requirements of the tests, in addition to the wheel.
 const REQUIREMENTS: &str = "python/tests/requirements.txt";
 
@@ -22,7 +26,7 @@ pub struct Args {
 
 /// Downloads the external requirements of this step. If a download fails, the step itself tries again.
 pub fn fetch() {
-    let _ = tools().and_then(|_| wheels());
+    let _ = tools(false).and_then(|_| wheels());
 }
 
 /// Builds the wheel, installs it into an empty environment, and runs the tests there. Unless a release is built, the
@@ -34,10 +38,15 @@ pub fn run(args: &Args) -> Result<()> {
     let wheels = wheels()?;
     let built = if args.release { released() } else { directory().join("wheels") };
     remove_dir(&built)?;
-    let mut maturin = Command::new(tools()?.join("maturin"));
+    let tools = tools(args.release)?;
+    let mut maturin = Command::new(tools.join("maturin"));
+    // Maturin looks for zig there.
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let path = std::env::join_paths([tools].into_iter().chain(std::env::split_paths(&path)))?;
+    maturin.env("PATH", path);
     maturin.current_dir(root().join("python")).args(["build", "--locked", "--out"]).arg(&built);
     execute(match args.release {
-        true => maturin.arg("--release"),
+        true => maturin.args(["--release", "--zig", "--compatibility", PLATFORM]),
         false => maturin.args(["--profile", "dev", "--features", "as-tested"]),
     })?;
     let wheel = only_file(&built)?;
@@ -69,13 +78,18 @@ pub fn released() -> PathBuf {
     directory().join("release")
 }
 
-/// The directory of the programs of an environment with maturin, which is created if it is missing.
-fn tools() -> Result<PathBuf> {
+/// The directory of the programs of an environment with maturin, and with zig if asked for. They are installed if they
+/// are missing.
+fn tools(with_zig: bool) -> Result<PathBuf> {
     let tools = directory().join("tools");
     let programs = tools.join("bin");
-    if !succeeds(Command::new(programs.join("maturin")).arg("--version")) {
+    let has_maturin = succeeds(Command::new(programs.join("maturin")).arg("--version"));
+    let has_zig = || succeeds(Command::new(programs.join("python")).args(["-m", "ziglang", "version"]));
+    if !has_maturin || with_zig && !has_zig() {
         let python = environment(&tools, false)?;
-        execute(Command::new(python).args(["-m", "pip", "install", "--quiet", MATURIN]))?;
+        let mut install = Command::new(python);
+        install.args(["-m", "pip", "install", "--quiet", MATURIN]).args(with_zig.then_some(ZIG));
+        execute(&mut install)?;
     }
     Ok(programs)
 }
