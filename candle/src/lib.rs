@@ -40,6 +40,7 @@
 #![forbid(unsafe_code)]
 
 mod floats;
+pub mod llama;
 mod packed;
 
 use std::path::Path;

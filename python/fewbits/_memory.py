@@ -47,6 +47,14 @@ def release(tensor: Any) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
+def trim() -> None:
+    """Returns memory that was freed, but that the C library keeps for later allocations, to the system. Has no effect
+    with C libraries other than glibc."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(ctypes.c_size_t(0))
+
+
 class MappedFiles:
     """The address ranges of files that were mapped when this was created; none on systems other than Linux.
 

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Module, Tensor};
 use candle_transformers::models::llama::{Cache as OracleCache, Llama as Oracle, LlamaConfig};
+use quant_candle::llama::{Cache, Llama};
 use quant_candle::{Checkpoint, Rayon, Runner};
 use quant_tests::args;
 use quant_tests::models::write_cut_demo_model;
@@ -9,13 +10,14 @@ use quant_tests::program::quant;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-#[path = "candle/llama.rs"]
+#[allow(dead_code, reason = "its `main` is not run here")]
+#[path = "../../candle/examples/llama.rs"]
 mod llama;
 #[allow(dead_code, reason = "its `main` is not run here")]
 #[path = "../../candle/examples/mlp.rs"]
 mod mlp;
 
-use llama::{Cache, Llama, greedy};
+use llama::continued;
 use mlp::Mlp;
 
 /// The logits of candle-transformers' float model with dequantized weights, after all `tokens`.
@@ -86,23 +88,17 @@ fn logits_and_text_on_qmatmul_are_those_of_the_dequantized_model_and_of_generate
         check_mlp(&checkpoint, "model.layers.1.mlp");
         assert!(Mlp::load(&checkpoint, "model.layers.2.mlp").is_err());
         let llama = Llama::load(&checkpoint).unwrap();
-        let (mut cache, mut next, mut text) = (Cache::default(), prompt.clone(), Vec::new());
-        for step in 0..expected.len() {
-            let logits = llama.forward(&next, &mut cache).unwrap();
-            let all = [&prompt[..], &text[..]].concat();
-            // Of the prompt in one pass, and of one token after a cache.
-            if step < 2 {
-                let exact = oracle(&checkpoint, &all);
-                let size = exact.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
-                let worst = logits.iter().zip(&exact).fold(0.0_f32, |worst, (a, b)| worst.max((a - b).abs()));
-                assert!(
-                    logits.len() == exact.len() && worst <= 2e-5 * size,
-                    "{format}, step {step}: {worst} of {size}"
-                );
-            }
-            next = vec![greedy(&logits)];
-            text.extend(&next);
+        let mut cache = Cache::default();
+        // Of the prompt in one pass, and of one token after a cache.
+        for tokens in [&prompt[..], &expected[..1]] {
+            let logits: Vec<f32> = llama.forward(tokens, &mut cache).unwrap().to_vec1().unwrap();
+            let all = if tokens == prompt { prompt.clone() } else { [&prompt[..], tokens].concat() };
+            let exact = oracle(&checkpoint, &all);
+            let size = exact.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));
+            let worst = logits.iter().zip(&exact).fold(0.0_f32, |worst, (a, b)| worst.max((a - b).abs()));
+            assert!(logits.len() == exact.len() && worst <= 2e-5 * size, "{format}: {worst} of {size}");
         }
+        let text = continued(&llama, &prompt, expected.len()).unwrap();
         assert_eq!(text, expected, "{format} {scheme}");
     }
 }

@@ -1,16 +1,21 @@
-//! A Llama decoder on candle's `QMatMul`. Only `Llama::load` knows how the weights are stored.
+//! A Llama decoder on packed weights, to try a checkpoint and as a pattern for other architectures. It runs
+//! `LlamaForCausalLM` without scaled rotary embeddings, one sequence at a time. Only [`Llama::load`] knows how the
+//! weights are stored: the linears are candle's [`QMatMul`].
+//!
+//! The example `llama` continues a text.
 
 use candle_core::quantized::QMatMul;
 use candle_core::{D, DType, Device, Error, Module, Result, Tensor};
 use candle_nn::Embedding;
 use candle_nn::ops::{rms_norm, silu, softmax_last_dim};
 use candle_nn::rotary_emb::rope;
-use quant_candle::Checkpoint;
 use serde_json::{Map, Value};
+
+use crate::Checkpoint;
 
 /// The sizes of a model.
 #[derive(Debug, Clone)]
-pub struct Config {
+struct Config {
     layers: usize,
     hidden: usize,
     heads: usize,
@@ -23,8 +28,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads `config.json`.
-    pub fn read(config: &Map<String, Value>) -> Result<Self> {
+    fn read(config: &Map<String, Value>) -> Result<Self> {
         let number = |key: &str| config.get(key).and_then(Value::as_u64).map(|n| n as usize);
         let require =
             |key: &str| number(key).ok_or_else(|| Error::msg(format!("config.json has no `{key}`")));
@@ -32,16 +36,19 @@ impl Config {
         if config.get("architectures") != Some(&serde_json::json!(["LlamaForCausalLM"])) {
             candle_core::bail!("this decoder runs `LlamaForCausalLM` only");
         }
+        if config.get("hidden_act").is_some_and(|activation| activation != "silu") {
+            candle_core::bail!("this decoder has the activation `silu` only");
+        }
         // transformers writes both fields in `rope_parameters` since version 5.
         let rope = config.get("rope_parameters").and_then(Value::as_object);
         let scaling = config.get("rope_scaling").and_then(Value::as_object).or(rope);
-        let kind = scaling.and_then(|scaling| scaling.get("rope_type")).and_then(Value::as_str);
+        let kind = scaling.and_then(|scaling| scaling.get("rope_type").or(scaling.get("type")));
         if kind.is_some_and(|kind| kind != "default") {
             candle_core::bail!("this decoder does not scale rotary embeddings");
         }
         let theta = rope.and_then(|rope| rope.get("rope_theta")).and_then(Value::as_f64);
         let (hidden, heads) = (require("hidden_size")?, require("num_attention_heads")?);
-        Ok(Self {
+        let read = Self {
             layers: require("num_hidden_layers")?,
             hidden,
             heads,
@@ -51,10 +58,23 @@ impl Config {
             eps: float("rms_norm_eps", 1e-6) as f32,
             theta: theta.unwrap_or_else(|| float("rope_theta", 10_000.0)),
             tied: config.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(false),
-        })
+        };
+        if read.layers == 0 || read.heads == 0 || read.heads.checked_rem(read.kv_heads) != Some(0) {
+            candle_core::bail!(
+                "{} layers with {} heads and {} key heads are impossible",
+                read.layers,
+                read.heads,
+                read.kv_heads
+            );
+        }
+        if read.head_dim == 0 || !read.head_dim.is_multiple_of(2) {
+            candle_core::bail!("heads of width {} are impossible", read.head_dim);
+        }
+        Ok(read)
     }
 }
 
+#[derive(Debug)]
 struct Linear {
     weight: QMatMul,
     bias: Option<Tensor>,
@@ -76,6 +96,7 @@ impl Module for Linear {
     }
 }
 
+#[derive(Debug)]
 struct Block {
     input_norm: Tensor,
     /// Of queries, keys, values and the output.
@@ -85,7 +106,8 @@ struct Block {
     mlp: [Linear; 3],
 }
 
-/// A decoder.
+/// A decoder with packed weights.
+#[derive(Debug)]
 pub struct Llama {
     config: Config,
     embedding: Embedding,
@@ -95,12 +117,19 @@ pub struct Llama {
     frequencies: Tensor,
 }
 
-/// The keys and values of the tokens so far, `[1, kv_heads, tokens, head_dim]` per block.
-#[derive(Default)]
-pub struct Cache(Vec<Option<[Tensor; 2]>>);
+/// The keys and values of the tokens of one sequence so far. The default is that of an empty sequence.
+#[derive(Debug, Clone, Default)]
+pub struct Cache {
+    /// `[1, kv_heads, tokens, head_dim]` for each block.
+    blocks: Vec<Option<[Tensor; 2]>>,
+}
 
 impl Llama {
     /// Loads all weights.
+    ///
+    /// # Errors
+    /// When the configuration is of another architecture, a tensor is missing or has another shape, or the kernels do not
+    /// support a scheme.
     pub fn load(checkpoint: &Checkpoint) -> Result<Self> {
         let config = Config::read(checkpoint.quantized().config())?;
         let floats = checkpoint.var_builder(DType::F32);
@@ -132,10 +161,16 @@ impl Llama {
         })
     }
 
-    /// Appends `tokens` to those in `cache`, and returns the logits of the last one.
-    pub fn forward(&self, tokens: &[u32], cache: &mut Cache) -> Result<Vec<f32>> {
-        cache.0.resize(self.blocks.len(), None);
-        let past = match cache.0.first() {
+    /// Appends `tokens` to those in `cache`, and returns the logits `[vocab]` of the last one.
+    ///
+    /// # Errors
+    /// When there is no token, one is not in the vocabulary, or the cache is that of another model.
+    pub fn forward(&self, tokens: &[u32], cache: &mut Cache) -> Result<Tensor> {
+        if tokens.is_empty() {
+            candle_core::bail!("there is no token");
+        }
+        cache.blocks.resize(self.blocks.len(), None);
+        let past = match cache.blocks.first() {
             Some(Some([keys, _])) => keys.dim(2)?,
             _ => 0,
         };
@@ -144,7 +179,7 @@ impl Llama {
             Tensor::new(positions.as_slice(), &Device::Cpu)?.unsqueeze(1)?.matmul(&self.frequencies)?;
         let (cos, sin) = (angles.cos()?, angles.sin()?);
         let mut x = self.embedding.forward(&Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?)?;
-        for (block, cache) in self.blocks.iter().zip(&mut cache.0) {
+        for (block, cache) in self.blocks.iter().zip(&mut cache.blocks) {
             let normed = rms_norm(&x, &block.input_norm, self.config.eps)?;
             x = (x + self.attention(block, &normed, [&cos, &sin], cache)?)?;
             let normed = rms_norm(&x, &block.mlp_norm, self.config.eps)?;
@@ -153,7 +188,7 @@ impl Llama {
         }
         let last = x.narrow(1, tokens.len() - 1, 1)?.contiguous()?;
         let last = rms_norm(&last, &self.norm, self.config.eps)?;
-        self.head.forward(&last)?.flatten_all()?.to_vec1()
+        self.head.forward(&last)?.flatten_all()
     }
 
     fn attention(
@@ -188,10 +223,4 @@ impl Llama {
         let out = out.reshape((1, heads, tokens, head_dim))?.transpose(1, 2)?;
         o.forward(&out.contiguous()?.flatten_from(D::Minus2)?)
     }
-}
-
-/// The position of the largest value.
-pub fn greedy(logits: &[f32]) -> u32 {
-    let largest = |best: usize, i: usize| if logits[i] > logits[best] { i } else { best };
-    (0..logits.len()).reduce(largest).unwrap_or_default() as u32
 }
