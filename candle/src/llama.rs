@@ -128,8 +128,8 @@ impl Llama {
     /// Loads all weights.
     ///
     /// # Errors
-    /// When the configuration is of another architecture, a tensor is missing or has another shape, or the kernels do not
-    /// support a scheme.
+    /// When the configuration names a different architecture, a tensor is missing or has a different shape, or the
+    /// kernels do not support a scheme.
     pub fn load(checkpoint: &Checkpoint) -> Result<Self> {
         let config = Config::read(checkpoint.quantized().config())?;
         let floats = checkpoint.var_builder(DType::F32);
@@ -164,7 +164,7 @@ impl Llama {
     /// Appends `tokens` to those in `cache`, and returns the logits `[vocab]` of the last one.
     ///
     /// # Errors
-    /// When there is no token, one is not in the vocabulary, or the cache is that of another model.
+    /// When there is no token, one is not in the vocabulary, or the cache belongs to a different model.
     pub fn forward(&self, tokens: &[u32], cache: &mut Cache) -> Result<Tensor> {
         if tokens.is_empty() {
             candle_core::bail!("there is no token");
