@@ -5,10 +5,11 @@ use candle_transformers::models::llama::{Cache as OracleCache, Llama as Oracle, 
 use quant_candle::llama::{Cache, Llama};
 use quant_candle::{Checkpoint, Rayon, Runner};
 use quant_tests::args;
-use quant_tests::models::write_cut_demo_model;
+use quant_tests::models::{edit_config, write_cut_demo_model};
 use quant_tests::program::quant;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use serde_json::json;
 
 #[allow(dead_code, reason = "its `main` is not run here")]
 #[path = "../../candle/examples/llama.rs"]
@@ -101,4 +102,38 @@ fn logits_and_text_on_qmatmul_are_those_of_the_dequantized_model_and_of_generate
         let text = continued(&llama, &prompt, expected.len()).unwrap();
         assert_eq!(text, expected, "{format} {scheme}");
     }
+}
+
+#[test]
+fn the_decoder_refuses_what_it_does_not_run() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    write_cut_demo_model(&at("model"), 1);
+    quant(args!["quantize", at("model"), "-o", at("out"), "--method", "rtn"]).succeeded();
+    let load = || Llama::load(&Checkpoint::open(&at("out"), &Runner::new(Rayon)).unwrap());
+    let llama = load().unwrap();
+    let no_token = llama.forward(&[], &mut Cache::default()).unwrap_err().to_string();
+    assert!(no_token.contains("no token"), "{no_token}");
+    assert!(llama.forward(&[u32::MAX], &mut Cache::default()).is_err());
+    let config = std::fs::read(at("out").join("config.json")).unwrap();
+    for (changes, message) in [
+        (json!({"architectures": ["Qwen2ForCausalLM"]}), "LlamaForCausalLM"),
+        (json!({"hidden_act": "gelu"}), "`silu` only"),
+        (json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}), "does not scale"),
+        (json!({"rope_scaling": {"type": "linear", "factor": 2.0}}), "does not scale"),
+        (json!({"hidden_size": null}), "no `hidden_size`"),
+        (json!({"num_hidden_layers": 0}), "0 layers"),
+        (json!({"num_hidden_layers": u64::MAX}), "model.layers.1."),
+        (json!({"num_attention_heads": 0}), "0 heads"),
+        (json!({"num_key_value_heads": 0}), "0 key heads"),
+        (json!({"num_key_value_heads": 3}), "3 key heads"),
+        (json!({"head_dim": 3}), "width 3"),
+        (json!({"vocab_size": 7}), "embed_tokens"),
+    ] {
+        edit_config(&at("out"), &changes);
+        let error = load().unwrap_err().to_string();
+        assert!(error.contains(message), "{changes}: {error}");
+        std::fs::write(at("out").join("config.json"), &config).unwrap();
+    }
+    load().unwrap();
 }

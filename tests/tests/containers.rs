@@ -103,6 +103,8 @@ fn a_directory_for_formats_holds_nothing_else() {
     assert_eq!(names(&out), ["letter.txt"]);
     std::fs::remove_file(out.join("letter.txt")).unwrap();
     quant(quantize(&model, &out, &options)).succeeded();
+    let run = quant(args!["inspect", &out]);
+    check_message("several", &run, 4, &["these directories in it do: awq, compressed-tensors"]);
 
     let other = scratch.path().join("other");
     let three = [&BOTH[..], &["--method", "rtn", "--scheme", "w3a16-g32"]].concat();

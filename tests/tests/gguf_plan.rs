@@ -75,7 +75,7 @@ fn runs_use_the_predicted_memory() {
     // The largest model's tensors are encoded in several pieces. Searching scales for its wide weights, AWQ and GPTQ
     // would take minutes.
     for (hidden, intermediate, blocks, batch, methods) in [
-        (256, 512, "q4_k_m", ["--samples", "2400", "--seq-len", "64"], &[plain, awq, gptq][..]),
+        (256, 512, "q4_k_m", ["--samples", "1200", "--seq-len", "64"], &[plain, awq, gptq][..]),
         (512, 2048, "q4_k_m", ["--samples", "32", "--seq-len", "512"], &[gptq]),
         (1024, 6144, "q8_0", ["--samples", "32", "--seq-len", "512"], &[plain]),
     ] {

@@ -64,7 +64,7 @@ fn prepare(scratch: &Path) {
     let gate = page("gate.md");
     std::fs::write(scratch.join("gate.toml"), block(&gate, "toml")).unwrap();
     let chats = page("chats.md");
-    std::fs::write(scratch.join("chats.jsonl"), block(&chats, "jsonl").repeat(40)).unwrap();
+    std::fs::write(scratch.join("chats.jsonl"), block(&chats, "jsonl")).unwrap();
     let template = "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}\
                     {% if add_generation_prompt %}<|assistant|>{% endif %}";
     std::fs::write(scratch.join("MODEL/chat_template.jinja"), template).unwrap();

@@ -97,6 +97,8 @@ fn each_signal_stops_where_nothing_is_lost() {
         check_message("interrupted", &run.wait(), 75, &["interrupted", "--resume"]);
         assert_eq!(out.exists().then(|| snapshot(&out)), before, "{signal:?}");
         if signal == Signal::HUP {
+            let run = quant(quantize(&bench.model, &out, &["--method", "rtn"])).succeeded();
+            assert!(run.stderr.contains("starts over") && run.stderr.contains("--resume"), "{run}");
             continue;
         }
 

@@ -55,7 +55,7 @@ impl EvaluationReport<'_> {
     pub fn page(&self) -> String {
         let r = self.result;
         let subtitle = html! {
-            (r.profile) " on " (r.text.name) ": " (r.tokens_scored) " tokens in " (r.windows) " windows"
+            "Profile " (r.profile) " on " (r.text.name) ": " (r.tokens_scored) " tokens in " (r.windows) " windows"
             @if let Some(kv) = r.model.kv_cache { "; keys and values cached in " (cached_in(kv)) }
             @if let Some(reference) = &r.reference { "; compared with " (reference.path) }
             ". ± is one standard error over windows."

@@ -370,7 +370,15 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         .take(MAX_LISTED)
         .collect();
     if pickles.is_empty() {
-        let reason = format!("it has neither {SINGLE} nor {INDEX}");
+        let has_weights = |e: &&String| [SINGLE, INDEX].iter().any(|name| path.join(e).join(name).is_file());
+        let within: Vec<&str> = entries.iter().filter(has_weights).map(String::as_str).collect();
+        let reason = match within[..] {
+            [] => format!("it has neither {SINGLE} nor {INDEX}"),
+            _ => format!(
+                "it has neither {SINGLE} nor {INDEX}; these directories in it do: {}",
+                listed(within, 8)
+            ),
+        };
         return Error::NoCheckpoint { path, reason };
     }
     Error::PickleOnly { path, files: pickles }

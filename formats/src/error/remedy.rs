@@ -65,7 +65,7 @@ impl Error {
             Self::InputChanged { .. } => "run without ‹resume› to start over".into(),
             Self::NoCheckpoint { .. } => {
                 "a model is a Hugging Face directory with config.json and either model.safetensors or \
-                model.safetensors.index.json and its shards; or, where weights are quantized or evaluated, a GGUF file"
+                model.safetensors.index.json and its shards; most commands also accept a GGUF file"
                     .into()
             }
             Self::PickleOnly { .. } => {

@@ -253,7 +253,7 @@ fn known_integers() -> String {
 }
 
 /// Names that other tools use for some of these schemes.
-const FOREIGN: [(&str, &str); 14] = [
+const FOREIGN: [(&str, &str); 15] = [
     ("int2", "w2a16"),
     ("int3", "w3a16"),
     ("int4", "w4a16"),
@@ -268,6 +268,7 @@ const FOREIGN: [(&str, &str); 14] = [
     ("q4", "w4a16"),
     ("q8", "w8a16"),
     ("nf4", "w4a16"),
+    ("fp4", "nvfp4"),
 ];
 const FREQUENT: [&str; 7] =
     ["w4a16-g128", "w4a16", "w8a16", "w8a8", "w4a8", "w3a16", "w4a8-g128-progressive"];
@@ -293,18 +294,19 @@ fn suggestion(text: &str) -> Option<String> {
         .map(|(_, name)| name.to_owned())
 }
 
-/// Whether this is llama.cpp's name of a GGUF type: `q4_k_m`, `IQ4_XS`.
+/// Whether this is llama.cpp's name of a GGUF type, `q4_k_m` or `IQ4_XS`, or a form of it without underscores, `q4km`.
 fn is_gguf_type(text: &str) -> bool {
     let text = text.to_ascii_lowercase();
     let rest = text.strip_prefix("iq").or(text.strip_prefix("tq")).or(text.strip_prefix('q'));
-    rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()) && rest.contains('_'))
+    rest.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()) && rest.contains(['_', 'k', 'x']))
 }
 
 fn not_understood(text: &str, part: &str) -> Error {
     let message = format!("scheme `{text}`: unknown part `{part}`");
     if is_gguf_type(text) {
         let name = text.to_ascii_uppercase();
-        return Error::usage(message, format!("{name} is a GGUF quantization type: add ‹format=gguf›"));
+        let like = if name.contains('_') { "is" } else { "looks like" };
+        return Error::usage(message, format!("{name} {like} a GGUF quantization type: add ‹format=gguf›"));
     }
     let floats = ["bf16", "f16", "f32", "fp16", "fp32", "float16", "bfloat16", "float32"];
     if floats.iter().any(|name| text.eq_ignore_ascii_case(name)) {

@@ -129,6 +129,7 @@ fn names_of_other_tools_and_misspelled_ones_are_answered_with_ours() {
         ("w4a16g128", "w4a16"),
         ("nvfp5", "nvfp4"),
         ("int4-g32", "w4a16-g32"),
+        ("fp4", "nvfp4"),
     ] {
         let remedy = remedy(text);
         let first = remedy.lines().next().unwrap();
@@ -137,6 +138,9 @@ fn names_of_other_tools_and_misspelled_ones_are_answered_with_ours() {
         named.parse::<SchemeRequest>().unwrap();
     }
     assert_eq!(remedy("q4_k_m"), "Q4_K_M is a GGUF quantization type: add ‹format=gguf›");
+    for text in ["q4km", "iq4xs"] {
+        assert!(remedy(text).ends_with("looks like a GGUF quantization type: add ‹format=gguf›"), "{text}");
+    }
     assert!(!remedy("banana").contains("did you mean"));
     // An error in the rest of a name is not reported as a misspelling of its first part.
     assert!(!remedy("w4a16-g0").contains("did you mean"));

@@ -289,7 +289,7 @@ fn show(report: &Report) -> String {
     }
     text.push_str(&format!(
         "\nScored {} tokens of the built-in held-out text ({}); differences from the float model are paired \
-        window by window. KL noise floor (the KL that rounding of every block's output to about bfloat16 causes): {}. Total time: {}.\n",
+        window by window. KL noise floor (the KL of the float model with the output of every block rounded to about bfloat16): {}. Total time: {}.\n",
         report.tokens_scored,
         report.profile,
         noise,

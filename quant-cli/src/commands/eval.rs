@@ -37,8 +37,8 @@ pub struct Args {
     /// file written by --save-reference
     #[arg(long, value_name = "MODEL|FILE")]
     pub reference: Option<PathBuf>,
-    /// Write to FILE what a later --reference FILE needs for a comparison with MODEL on this text: the output head,
-    /// and 4 bytes per scored token and hidden feature
+    /// Save MODEL's results on this text to FILE, so that a later run with --reference FILE need not run MODEL again.
+    /// The file contains the output head, and 4 bytes per scored token and hidden feature
     #[arg(long, value_name = "FILE", conflicts_with_all = ["reference", "journal", "execution", "kv", "device", "report"])]
     pub save_reference: Option<PathBuf>,
     // Its help lists the names of sets.

@@ -52,7 +52,7 @@ pub fn show(result: &Evaluation) -> String {
         rate => format!(", {rate:.0} tokens/s"),
     };
     text.push_str(&format!(
-        "\n{} on {}: {} in {}{rate}; weights of {}{cache}\n",
+        "\nprofile {} on {}: {} in {}{rate}; weights of {}{cache}\n",
         result.profile,
         Path::new(&result.text.name).display(),
         counted(result.tokens_scored, "token"),

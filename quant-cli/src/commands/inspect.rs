@@ -27,8 +27,8 @@ pub struct Args {
     /// List every tensor, not one line per kind
     #[arg(long)]
     all: bool,
-    /// Read all files and compare them with quant_manifest.json, to detect an incomplete or damaged copy; in the cache
-    /// of a hub, with the hashes that are the names of its blobs
+    /// Read all files and compare them with quant_manifest.json, to detect an incomplete or damaged copy. Files in the
+    /// cache of a hub are compared with the hashes in their names
     #[arg(long)]
     verify: bool,
     #[command(flatten)]

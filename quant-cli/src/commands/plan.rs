@@ -403,8 +403,8 @@ fn engines_text(outline: &Outline) -> String {
     let read: BTreeSet<&str> = ENGINES.iter().map(|engine| engine.loader.read).collect();
     let read = read.into_iter().collect::<Vec<_>>().join(" and ");
     text.push_str(&format!(
-        "(model family: how the engine's support for the family was checked; formats: according to the source code \
-        of these versions, read on {read}{other}; see docs/formats/engines.md)\n"
+        "(model family: whether models of the family were loaded in the engine, or its source code was read; formats: \
+        from the source code of these versions, read on {read}{other}; see docs/formats/engines.md)\n"
     ));
     text
 }

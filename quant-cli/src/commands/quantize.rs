@@ -32,7 +32,7 @@ pub struct Args {
     #[allow(missing_docs)]
     #[command(flatten)]
     pub recipe: RecipeOptions,
-    /// Calibration text: a file or the name of a set [default: builtin]
+    /// Calibration text: a file or the name of a set [default: builtin; none for GGUF files]
     ///
     /// A file is plain text, or .jsonl with `text` or `messages`.
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
@@ -99,6 +99,11 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     output::distinct(&written, &request.files_read())?;
     output::outside(&written[..1], &[&args.model, &args.output])?;
     args.json.check()?;
+    if args.has_job() && !args.resume {
+        session
+            .progress
+            .note("note: this run starts over. An earlier one was interrupted, and ‹resume› continues it");
+    }
     let (done, summary) = run_request(&request, args.report.as_deref(), session)?;
     let requantized = request.settings.requantize;
     args.json.emit_by(&summary, || {
