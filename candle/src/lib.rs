@@ -115,7 +115,8 @@ impl Checkpoint {
         }
         // Widening was exact.
         let weight: Vec<_> = values.into_iter().map(half::bf16::from_f32).collect();
-        let packed = PackedLinear::pack_bf16([n, k], &weight, None, &Rayon).map_err(Error::wrap)?;
+        let packed =
+            PackedLinear::pack_bf16([n, k], &weight, None, self.runner.parallel()).map_err(Error::wrap)?;
         QMatMul::from_qtensor(as_qtensor(PackedType::float(packed, &self.runner)?, [n, k])?)
     }
 
@@ -155,7 +156,7 @@ pub fn qtensor(mut weight: QuantizedTensor, runner: &Runner) -> Result<QTensor> 
     weight.sorted_view().map_err(Error::wrap)?;
     let order = weight.take_input_order();
     let grid = weight.input_grid().map_err(Error::wrap)?;
-    let packed = weight.pack(None, &Rayon).map_err(Error::wrap)?;
+    let packed = weight.pack(None, runner.parallel()).map_err(Error::wrap)?;
     as_qtensor(PackedType::new(packed, Columns { grid, order }, runner)?, shape)
 }
 

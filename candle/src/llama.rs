@@ -34,10 +34,10 @@ impl Config {
             |key: &str| number(key).ok_or_else(|| Error::msg(format!("config.json has no `{key}`")));
         let float = |key: &str, default| config.get(key).and_then(Value::as_f64).unwrap_or(default);
         if config.get("architectures") != Some(&serde_json::json!(["LlamaForCausalLM"])) {
-            candle_core::bail!("this decoder runs `LlamaForCausalLM` only");
+            candle_core::bail!("this decoder supports only `LlamaForCausalLM`");
         }
         if config.get("hidden_act").is_some_and(|activation| activation != "silu") {
-            candle_core::bail!("this decoder has the activation `silu` only");
+            candle_core::bail!("this decoder supports only the activation `silu`");
         }
         // transformers writes both fields in `rope_parameters` since version 5.
         let rope = config.get("rope_parameters").and_then(Value::as_object);
@@ -59,16 +59,16 @@ impl Config {
             theta: theta.unwrap_or_else(|| float("rope_theta", 10_000.0)),
             tied: config.get("tie_word_embeddings").and_then(Value::as_bool).unwrap_or(false),
         };
-        if read.layers == 0 || read.heads == 0 || read.heads.checked_rem(read.kv_heads) != Some(0) {
-            candle_core::bail!(
-                "{} layers with {} heads and {} key heads are impossible",
-                read.layers,
-                read.heads,
-                read.kv_heads
-            );
+        if read.layers == 0 || read.heads == 0 || read.head_dim == 0 || !read.head_dim.is_multiple_of(2) {
+            let Self { layers, heads, head_dim, .. } = read;
+            candle_core::bail!("config.json has {layers} layers with {heads} heads of width {head_dim}");
         }
-        if read.head_dim == 0 || !read.head_dim.is_multiple_of(2) {
-            candle_core::bail!("heads of width {} are impossible", read.head_dim);
+        if read.heads.checked_rem(read.kv_heads) != Some(0) {
+            candle_core::bail!(
+                "`num_key_value_heads` ({}) must divide `num_attention_heads` ({})",
+                read.kv_heads,
+                read.heads
+            );
         }
         Ok(read)
     }
@@ -168,6 +168,9 @@ impl Llama {
     pub fn forward(&self, tokens: &[u32], cache: &mut Cache) -> Result<Tensor> {
         if tokens.is_empty() {
             candle_core::bail!("there is no token");
+        }
+        if let Some(unknown) = tokens.iter().find(|&&token| token as usize >= self.config.vocab) {
+            candle_core::bail!("token {unknown} is not in the vocabulary of {}", self.config.vocab);
         }
         cache.blocks.resize(self.blocks.len(), None);
         let past = match cache.blocks.first() {

@@ -122,6 +122,17 @@ pub enum Error {
         tensor: String,
     },
 
+    /// A checkpoint has no quantized linear of this name.
+    #[error("the checkpoint has no quantized linear `{linear}`{}", if *is_float { ": its weight is float" } else { "" })]
+    MissingLinear {
+        /// The name.
+        linear: String,
+        /// Whether the checkpoint has a float weight of that name.
+        is_float: bool,
+        /// The name of a quantized linear that was probably meant.
+        nearest: Option<String>,
+    },
+
     /// The path is not a directory with a safetensors checkpoint.
     #[error("{} {}", path.display(), no_checkpoint(reason))]
     NoCheckpoint {
@@ -454,8 +465,14 @@ pub enum Error {
 }
 
 impl From<quant_kernels_cpu::KernelError> for Error {
+    /// A slice of a wrong length is [`Error::Usage`], anything else [`Error::Kernel`].
     fn from(error: quant_kernels_cpu::KernelError) -> Self {
-        Self::Kernel(error)
+        match error {
+            quant_kernels_cpu::KernelError::Length { .. } => {
+                Self::usage(error.to_string(), "pass slices whose lengths fit the shape of the weight")
+            }
+            error => Self::Kernel(error),
+        }
     }
 }
 
@@ -533,6 +550,7 @@ impl Error {
             Self::Usage { .. }
             | Self::Recipe { .. }
             | Self::PatternMatchesNothing { .. }
+            | Self::MissingLinear { .. }
             | Self::GroupSizeDoesNotDivide(_)
             | Self::Kernel(_)
             | Self::OutputExists { .. }

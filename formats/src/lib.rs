@@ -9,6 +9,9 @@
 //!             (container)  (writer)
 //! ```
 //!
+//! To load a model, open it as a [`format::QuantizedCheckpoint`]; the example `packed_linear` multiplies by one of its
+//! linears. The functions below round weights.
+//!
 //! This crate works on bytes, independently of models. By default, it needs no tensor library, and never a tokenizer or
 //! CUDA.
 //!

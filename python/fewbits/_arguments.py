@@ -98,4 +98,6 @@ def _described(hint: Any, several: bool = False) -> str:
     name = _NAMES.get(origin) or (f"an instance of {origin.__name__}", f"instances of {origin.__name__}")
     contents = parameters[-1:] if origin in (Mapping, Sequence, Iterable) else ()
     of = "".join(f" of {_described(one, True)}" for one in contents if one is not Any)
+    if origin is tuple:
+        of = " of " + " and ".join(map(_described, parameters))
     return name[several] + of

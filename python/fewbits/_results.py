@@ -443,7 +443,8 @@ class GateResult(Result):
         """Raises ``AssertionError`` with the failed and inconclusive checks, unless the gate passes; for tests."""
         if not self.passed:
             lines = [f"{one.result}: {one.message}" for one in self.checks if one.verdict != "pass"]
-            raise AssertionError("\n".join([f"the gate is {self.verdict}", *lines]))
+            verdict = "the gate failed" if self.verdict == "fail" else f"the gate is {self.verdict}"
+            raise AssertionError("\n".join([verdict, *lines]))
 
     def page(self) -> str:
         """Returns the report as a page (HTML)."""

@@ -203,7 +203,7 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
             schemes.add(modifier.scheme)
             if not any(map(_matches_head, modifier.ignore)):
                 raise UsageError(
-                    f"{type(modifier).__name__} does not ignore the output head, but oneshot() keeps it as floats here",
+                    f"{type(modifier).__name__} does not ignore the output head, which oneshot() does not quantize",
                     'add ignore=["lm_head"], or call fewbits.quantize() with override={"lm_head": SCHEME}',
                 )
         ignore += [name for name in modifier.ignore if name not in ignore]

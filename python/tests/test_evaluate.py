@@ -134,7 +134,7 @@ def test_the_gate(model: Path, rtn: Path, tmp_path: Path) -> None:
     text = GATE.replace("40_000_000", "1")
     failed = fewbits.gate({"model": worse}, policy=text, baseline=baseline, report=report, junit=junit)
     assert failed.verdict == "fail" and failed.exit_code == 1 and not failed.passed
-    with pytest.raises(AssertionError, match="the gate is fail"):
+    with pytest.raises(AssertionError, match="the gate failed"):
         failed.check()
     assert len(failed.checks) == 2 and {one.verdict for one in failed.checks} >= {"fail"}
     assert all(one.result == "model" and one.windows == 4 for one in failed.checks)

@@ -114,19 +114,22 @@ fn the_decoder_refuses_what_it_does_not_run() {
     let llama = load().unwrap();
     let no_token = llama.forward(&[], &mut Cache::default()).unwrap_err().to_string();
     assert!(no_token.contains("no token"), "{no_token}");
-    assert!(llama.forward(&[u32::MAX], &mut Cache::default()).is_err());
+    for token in [4096, u32::MAX] {
+        let unknown = llama.forward(&[token], &mut Cache::default()).unwrap_err().to_string();
+        assert!(unknown.contains("not in the vocabulary"), "{unknown}");
+    }
     let config = std::fs::read(at("out").join("config.json")).unwrap();
     for (changes, message) in [
         (json!({"architectures": ["Qwen2ForCausalLM"]}), "LlamaForCausalLM"),
-        (json!({"hidden_act": "gelu"}), "`silu` only"),
+        (json!({"hidden_act": "gelu"}), "only the activation `silu`"),
         (json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}), "does not scale"),
         (json!({"rope_scaling": {"type": "linear", "factor": 2.0}}), "does not scale"),
         (json!({"hidden_size": null}), "no `hidden_size`"),
         (json!({"num_hidden_layers": 0}), "0 layers"),
         (json!({"num_hidden_layers": u64::MAX}), "model.layers.1."),
-        (json!({"num_attention_heads": 0}), "0 heads"),
-        (json!({"num_key_value_heads": 0}), "0 key heads"),
-        (json!({"num_key_value_heads": 3}), "3 key heads"),
+        (json!({"num_attention_heads": 0}), "0 heads of width"),
+        (json!({"num_key_value_heads": 0}), "`num_key_value_heads` (0)"),
+        (json!({"num_key_value_heads": 3}), "`num_key_value_heads` (3)"),
         (json!({"head_dim": 3}), "width 3"),
         (json!({"vocab_size": 7}), "embed_tokens"),
     ] {

@@ -437,7 +437,7 @@ fn non_inferiority(
     };
     let need = match test.windows_needed {
         Some(n) => format!(
-            "; about {n} windows would be needed to decide (with 80 % probability), or a larger margin"
+            "; about {n} windows would decide it with a probability of 80 %, as would a larger margin"
         ),
         None => String::new(),
     };

@@ -182,7 +182,7 @@ impl Policy {
         let fault = |line, reason: String| fault(path, line, reason);
         let file: File = toml::from_str(text).map_err(|e| {
             let message = parser_message(e.message().trim_end(), "a table");
-            fault(e.span().map(line), format!("is not a policy: {message}"))
+            fault(e.span().map(line), format!("is not a valid policy: {message}"))
         })?;
         if file.schema.get_ref() != SCHEMA {
             let reason = format!(
@@ -324,9 +324,9 @@ results = ["books"]
             ("quant-gate-policy/1", "quant-gate-policy/2", ":2: has the schema"),
             ("margin = 0.005", "margin = -1", ":4: has a margin"),
             ("margin = 0.005", "margin = nan", ":4: has a margin"),
-            ("margin = 0.005", "margin = 0.005\nmagin = 1", ":8: is not a policy"),
+            ("margin = 0.005", "margin = 0.005\nmagin = 1", ":8: is not a valid policy"),
             ("\"perplexity\"", "\"size_bytes\"", ":4: tests `size_bytes`"),
-            ("\"perplexity\"", "\"perplexit\"", ":5: is not a policy"),
+            ("\"perplexity\"", "\"perplexit\"", ":5: is not a valid policy"),
             ("at_most = 0.5", "", ":9: has a cap with neither"),
             ("at_most = 0.5", "at_most = nan", ":9: has a cap that is NaN or infinite"),
             ("at_most = 0.5", "at_most = inf", ":9: has a cap that is NaN or infinite"),

@@ -63,6 +63,11 @@ impl Error {
                 format!("choose a path outside {}", input.display())
             }
             Self::InputChanged { .. } => "run without ‹resume› to start over".into(),
+            Self::MissingLinear { is_float: true, .. } => {
+                "read a float weight from the source of the checkpoint".into()
+            }
+            Self::MissingLinear { nearest: Some(name), .. } => format!("did you mean {name}?"),
+            Self::MissingLinear { .. } => "the checkpoint lists the names of its quantized linears".into(),
             Self::NoCheckpoint { .. } => {
                 "a model is a Hugging Face directory with config.json and either model.safetensors or \
                 model.safetensors.index.json and its shards; most commands also accept a GGUF file"

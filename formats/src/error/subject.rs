@@ -16,6 +16,7 @@ impl Error {
             | Self::Numeric { tensor, .. }
             | Self::Calibration { tensor, .. } => Some(tensor),
             Self::NotRepackable { module, .. } => Some(module),
+            Self::MissingLinear { linear, .. } => Some(linear),
             Self::GroupSizeDoesNotDivide(offenders) => offenders.first().map(|o| o.tensor.as_str()),
             _ => None,
         }

@@ -12,6 +12,7 @@ use serde_json::{Map, Value};
 use super::parts::{PartSource, check_range, common_multiple, divides, multiples, not_divided_by_inputs};
 use super::{PackedReader, PackedWeight, reader};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
+use crate::names::nearest;
 use crate::quantize::QuantizedTensor;
 use crate::scheme::LinearScheme;
 use crate::wording::counted;
@@ -156,8 +157,9 @@ impl QuantizedCheckpoint {
 
     fn require(&self, name: &str) -> Result<&LinearInfo> {
         self.linear(name).ok_or_else(|| {
-            let tensor = format!("{name}.weight");
-            Error::MissingTensor { path: self.source.location(&tensor), tensor }
+            let is_float = self.source.info(&format!("{name}.weight")).is_some();
+            let nearest = nearest(name, self.linears.iter().map(|linear| linear.name.as_str()));
+            Error::MissingLinear { linear: name.to_owned(), is_float, nearest: nearest.map(str::to_owned) }
         })
     }
 
@@ -166,7 +168,7 @@ impl QuantizedCheckpoint {
     /// [`input_order`](QuantizedTensor::input_order) names the input of each. Memory: one byte per weight and 4 per scale.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`] when no quantized linear has that name; otherwise when the file cannot be read, or
+    /// [`Error::MissingLinear`] when no quantized linear has that name; otherwise when the file cannot be read, or
     /// violates the format.
     pub fn read(&self, name: &str) -> Result<QuantizedTensor> {
         let LinearInfo { shape, scheme, .. } = self.require(name)?;
@@ -259,12 +261,11 @@ impl QuantizedCheckpoint {
         }
     }
 
-    /// Returns the multiples of outputs and of inputs at which parts of a linear's weight begin and end, besides the end
-    /// of the weight, if only their bytes are read: the format packs codes of several outputs or inputs together, and
-    /// groups of inputs share scales.
+    /// Returns the alignment, in outputs and in inputs, at which a part of a linear's weight can be read without the rest:
+    /// the format packs codes of several outputs or inputs together, and groups of inputs share scales.
     ///
     /// # Errors
-    /// [`Error::MissingTensor`] when no quantized linear has that name.
+    /// [`Error::MissingLinear`] when no quantized linear has that name.
     pub fn part_multiples(&self, name: &str) -> Result<[usize; 2]> {
         let &LinearInfo { shape, scheme, .. } = self.require(name)?;
         let [rows, columns] = QuantizedTensor::part_multiples(scheme);

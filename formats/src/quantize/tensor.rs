@@ -178,13 +178,13 @@ impl QuantizedTensor {
     /// Packs the matrix for the kernels, with a bias `[n]` if there is one.
     ///
     /// # Errors
-    /// When its parts are inconsistent; [`Error::Kernel`] when the kernels do not support its scheme or shape. An
-    /// engine can then run the weight in floats.
+    /// When its parts are inconsistent, or the bias has a wrong length; [`Error::Kernel`] when the kernels do not support
+    /// its scheme or shape. An engine can then run the weight in floats.
     pub fn pack(&self, bias: Option<&[f32]>, parallel: &dyn Parallel) -> Result<PackedLinear> {
         let sums = matches!(self.input_grid()?, Some(InputGrid::Static(by)) if by.zero != 0);
         let codes = self.global.and_then(|_| self.scale_codes());
         let packed = PackedLinear::pack(&self.view_with(codes.as_deref())?, bias, sums, parallel);
-        packed.map_err(Error::Kernel)
+        Ok(packed?)
     }
 
     /// Returns the same codes and zero points with one level of scales: the products of the two, rounded to

@@ -44,7 +44,8 @@ pub(crate) trait Source: Sync {
 }
 
 fn rows_of(what: &'static str, len: usize, k: usize) -> Result<usize, KernelError> {
-    let m = len / k;
+    // A length that is no multiple of `k` is reported with the next multiple.
+    let m = len.div_ceil(k);
     KernelError::length(what, m * k, len)?;
     Ok(m)
 }

@@ -69,6 +69,11 @@ impl Runner {
         Self { parallel: Arc::new(parallel), idle: Arc::default() }
     }
 
+    /// The threads.
+    pub fn parallel(&self) -> &dyn Parallel {
+        &*self.parallel
+    }
+
     /// Frees the memory that is kept for later calls, for example after a long prompt.
     pub fn release(&self) {
         // Release the lock before the memory is freed.
