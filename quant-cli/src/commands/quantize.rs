@@ -32,9 +32,9 @@ pub struct Args {
     #[allow(missing_docs)]
     #[command(flatten)]
     pub recipe: RecipeOptions,
-    /// Calibration text: a file or the name of a set [default: builtin; none for GGUF files]
+    /// Calibration text: a file or the name of a set [default: builtin]
     ///
-    /// A file is plain text, or .jsonl with `text` or `messages`.
+    /// A file is plain text, or .jsonl with `text` or `messages`. There is no default for GGUF files.
     #[arg(long, value_name = "FILE|NAME", help_heading = "Calibration")]
     pub calibration: Option<String>,
     /// Write the maximum of each input channel to FILE (safetensors), for --channel-maxima
