@@ -168,7 +168,7 @@ def test_a_wrong_type_is_named_by_every_function(model: Path) -> None:
         "texts= must be a list of strings, not list [1]": lambda: loaded.encode([1]),
         "tokens= must be a list of integers, not list ['1']": lambda: loaded.decode(["1"]),
         "messages= must be a list of dictionaries, not list ['a']": lambda: loaded.chat_prompt(["a"]),
-        "requests= must be a list of tuples, not list [([1], 2)]": lambda: loaded.log_likelihoods([([1], 2)]),
+        "requests= must be a list of tuples of a list of integers and a list of integers, not list [([1], 2)]": lambda: loaded.log_likelihoods([([1], 2)]),
     }
     for message, call in calls.items():
         with pytest.raises(TypeError) as caught:
