@@ -8,6 +8,7 @@ use crate::sink;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use common::{Checkpoint, EXPERTS, Kind, Tiny, normal, recipe, windows};
 use quant_core::calibrate::{Spill, TokenWindows};
@@ -28,9 +29,15 @@ use sink::Resumable;
 struct Counting {
     source: Arc<dyn TensorSource>,
     read: Mutex<BTreeMap<String, u64>>,
+    /// The number of reads until one takes so long that a part of the block is committed; 0 if none does.
+    until_slow: Mutex<usize>,
 }
 
 impl Counting {
+    fn new(source: MemorySource) -> Self {
+        Self { source: Arc::new(source), read: Mutex::default(), until_slow: Mutex::default() }
+    }
+
     fn take(&self) -> BTreeMap<String, u64> {
         std::mem::take(&mut self.read.lock().unwrap())
     }
@@ -47,6 +54,15 @@ impl TensorSource for Counting {
 
     fn read_range(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<()> {
         *self.read.lock().unwrap().entry(name.to_owned()).or_default() += buffer.len() as u64;
+        let is_slow = {
+            let mut until = self.until_slow.lock().unwrap();
+            let is_slow = *until == 1;
+            *until = until.saturating_sub(1);
+            is_slow
+        };
+        if is_slow {
+            std::thread::sleep(Duration::from_millis(1100));
+        }
         self.source.read_range(name, offset, buffer)
     }
 
@@ -97,7 +113,7 @@ impl Bench {
         vocab: usize,
         recipe: &Recipe,
     ) -> Self {
-        let counting = Arc::new(Counting { source: Arc::new(source), read: Mutex::default() });
+        let counting = Arc::new(Counting::new(source));
         let model = Model::new(counting.clone(), &PathBuf::from("config.json"), config).unwrap();
         let model = recipe.prepared(model).unwrap();
         let plans = Plan::all(&model, recipe).unwrap();
@@ -409,6 +425,26 @@ fn experts_that_are_stored_together_are_read_once() {
             bench.assert_read_once(&read, &format!("{what}, {form:?}"));
         }
     }
+}
+
+/// A block that takes longer than a second is committed in part, with the hashes of the weights used so far. Weights
+/// that are still to be read, such as those of experts without tokens, are not read for that.
+#[test]
+fn a_slow_block_reads_every_weight_once() {
+    let tiny = Tiny { family: Kind::Qwen3Moe(true), ..tinies()[0].clone() };
+    let checkpoint = tiny.random(5);
+    let mut committed = 0;
+    for method in ["rtn", "awq", "gptq", "awq-gptq"] {
+        let bench = Bench::over(fused(&checkpoint, Together::Rows), &tiny, &recipe(method, "w4a16-g32"));
+        for slow in [30, 50, 70, 90] {
+            *bench.counting.until_slow.lock().unwrap() = slow;
+            let mut sinks = bench.sinks();
+            let (read, ..) = bench.run(&mut sinks, usize::MAX);
+            bench.assert_read_once(&read, &format!("{method}, slow at read {slow}"));
+            committed += bench.committed_in_part.lock().unwrap().len();
+        }
+    }
+    assert!(committed > 0, "no block was committed in part");
 }
 
 /// Rotation transforms the rows or columns of a block's tensors; each source tensor is read once.

@@ -65,6 +65,8 @@ pub(super) struct Conveyor<'a, 'j> {
     committed: (Instant, Duration),
     /// The span of which something was committed before its end.
     begun: Option<usize>,
+    /// The hashes that were recorded for the weights of that span.
+    hashed: Vec<Option<String>>,
     /// The keys of what searches have found in the current span.
     found: BTreeSet<String>,
     /// The largest magnitudes of linears that share a scale.
@@ -104,6 +106,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             spare,
             committed,
             begun: None,
+            hashed: Vec::new(),
             found: BTreeSet::new(),
             shared,
         })
@@ -204,21 +207,15 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         }
     }
 
-    /// Commits a part of a span. If results depend on other weights of the span, the hashes of all are recorded: a
-    /// resumed run must not mix results of different weights.
+    /// Commits a part of a span. If results depend on other weights of the span, the hashes of those that have been used
+    /// are recorded: a resumed run must not mix results of different weights.
     fn commit_within(&mut self, span: usize, held: &ReadWeights<'_>) -> Result<()> {
         if !self.sink.is_resumable() {
             return Ok(());
         }
         let started = Instant::now();
-        if self.begun != Some(span) && self.has_dependences(span) {
-            let hash = |i: usize| match &self.tensors[i] {
-                Some(report) => Ok(report.source_sha256.clone()),
-                None => held.peek_sha256(self.job, &self.job.plan.entries[i]),
-            };
-            let hashes = self.spans[span].clone().map(hash).collect::<Result<Vec<_>>>()?;
-            self.require_unchanged(span, &hashes)?;
-            self.sink.remember(&weights_of(span), &json!(hashes))?;
+        if self.has_dependences(span) {
+            self.record_used(span, held)?;
         }
         self.begun = Some(span);
         self.sink.commit()?;
@@ -226,20 +223,65 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         Ok(())
     }
 
+    /// Records the hashes of a span's weights that results depend on. A weight that has not been read yet follows with
+    /// a later commit, so that it is not read only for its hash.
+    fn record_used(&mut self, span: usize, held: &ReadWeights<'_>) -> Result<()> {
+        let range = self.spans[span].clone();
+        let mut hashes = match self.begun == Some(span) {
+            true => std::mem::take(&mut self.hashed),
+            false => vec![None; range.len()],
+        };
+        let known = self.recorded(span);
+        let before = hashes.iter().flatten().count();
+        for (at, (hash, i)) in hashes.iter_mut().zip(range).enumerate() {
+            let is_known = known.get(at).is_some_and(Option::is_some);
+            if hash.is_none() {
+                *hash = self.used_sha256(i, is_known, held)?;
+            }
+        }
+        self.require_unchanged(span, &hashes)?;
+        if hashes.iter().flatten().count() > before {
+            self.sink.remember(&weights_of(span), &json!(hashes))?;
+        }
+        self.hashed = hashes;
+        Ok(())
+    }
+
+    /// The hash of an entry's bytes. `None` if no result depends on them, neither in this run nor, according to
+    /// `is_known`, in an interrupted one.
+    fn used_sha256(&self, index: usize, is_known: bool, held: &ReadWeights<'_>) -> Result<Option<String>> {
+        if let Some(report) = &self.tensors[index] {
+            return Ok(Some(report.source_sha256.clone()));
+        }
+        match (&self.pending, &self.prefetched) {
+            (Some(pending), _) if pending.index == index => {
+                return Ok(Some(pending.tensor.report.source_sha256.clone()));
+            }
+            (_, Some((prefetched, Ok(source)))) if *prefetched == index => {
+                return Ok(Some(source.sha256().to_owned()));
+            }
+            _ => {}
+        }
+        let entry = &self.job.plan.entries[index];
+        let is_used = is_known || shares_scale(entry) || held.may_be_used(entry);
+        is_used.then(|| held.peek_sha256(self.job, entry)).transpose()
+    }
+
     /// Whether the results of a span depend on more than the weight that each is made of.
     fn has_dependences(&self, span: usize) -> bool {
-        let shares = |entry: &PlanEntry| match &entry.action {
-            Action::Quantize { scheme, .. } => scheme.shares_over_tensor(),
-            _ => false,
-        };
-        self.job.plan.needs_blocks() || self.entries(span).iter().any(shares)
+        self.job.plan.needs_blocks() || self.entries(span).iter().any(shares_scale)
+    }
+
+    /// The hashes of a span's weights that an interrupted run has recorded, or nothing.
+    fn recorded(&self, span: usize) -> Vec<Option<String>> {
+        let known = self.sink.recall(&weights_of(span));
+        known.and_then(|known| serde_json::from_value(known).ok()).unwrap_or_default()
     }
 
     /// Compares the hashes of a span's weights with those of an interrupted run that committed a part of the span.
-    fn require_unchanged(&self, span: usize, hashes: &[String]) -> Result<()> {
-        let Some(Value::Array(known)) = self.sink.recall(&weights_of(span)) else { return Ok(()) };
-        let mut known = known.iter().map(Value::as_str);
-        match hashes.iter().position(|hash| known.next().flatten() != Some(hash)) {
+    fn require_unchanged(&self, span: usize, hashes: &[Option<String>]) -> Result<()> {
+        let known = self.recorded(span);
+        match hashes.iter().zip(&known).position(|(hash, known)| known.is_some() && hash != known) {
             Some(at) => Err(Error::InputChanged { tensor: self.entries(span)[at].tensor.clone() }),
             None => Ok(()),
         }
@@ -247,11 +289,12 @@ impl<'a, 'j> Conveyor<'a, 'j> {
 
     fn commit_span(&mut self, span: usize) -> Result<()> {
         let reports = self.tensors[self.spans[span].clone()].iter().flatten();
-        let hashes: Vec<String> = reports.map(|report| report.source_sha256.clone()).collect();
+        let hashes: Vec<_> = reports.map(|report| Some(report.source_sha256.clone())).collect();
         self.require_unchanged(span, &hashes)?;
         for key in std::mem::take(&mut self.found) {
             self.sink.remember(&key, &Value::Null)?;
         }
+        self.hashed.clear();
         self.begun = None;
         self.commit()
     }
@@ -393,6 +436,14 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         let reports = self.tensors.into_iter().map(|report| report.ok_or_else(missing));
         self.report.finish(reports.collect::<Result<_>>()?);
         Ok(self.report)
+    }
+}
+
+/// Whether a linear's scale also depends on other weights.
+fn shares_scale(entry: &PlanEntry) -> bool {
+    match &entry.action {
+        Action::Quantize { scheme, .. } => scheme.shares_over_tensor(),
+        _ => false,
     }
 }
 

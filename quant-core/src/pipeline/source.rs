@@ -60,6 +60,12 @@ impl<'b> ReadWeights<'b> {
         }
     }
 
+    /// Whether results so far may depend on an entry's bytes: all but the weights of a block that it has not read yet,
+    /// such as those of experts to which no token was routed.
+    pub(super) fn may_be_used(&self, entry: &PlanEntry) -> bool {
+        self.weights.get(&*entry.stored).is_none_or(|weight| weight.was_read())
+    }
+
     pub(super) fn peek(&self, name: &str) -> Option<Bytes> {
         self.weights.get(name)?.held().map(Bytes::Held)
     }
@@ -129,6 +135,10 @@ impl Source {
         };
         let sha256 = sha256_hex(&*bytes);
         Ok(Self { contents: Contents::Float(bytes), sha256 })
+    }
+
+    pub(super) fn sha256(&self) -> &str {
+        &self.sha256
     }
 
     pub(super) fn float(self) -> Result<(Bytes, String)> {

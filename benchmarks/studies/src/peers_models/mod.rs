@@ -167,11 +167,11 @@ pub fn run(args: &Args) -> Result<()> {
         body: format!(
             "{shape}, random weights. quant's head is {}. llama.cpp \
              quantizes the model itself, including the head, and runs its library code for this processor, with its \
-             default repacking of weights and its own threads. vLLM loads quant's checkpoints and computes in bf16. \
-             Versions: {}. A prompt of {} tokens is processed at once, then {} tokens are generated greedily. Each \
+             default repacking of weights and its own threads. {}Versions: {}. A prompt of {} tokens is processed at once, then {} tokens are generated greedily. Each \
              turn is a process that does both twice, and the second time counts. In each of the {} rounds, every \
              program has a turn on the same cores. The table has medians; ratios are computed per round.\n\n{body}",
             if args.float_head { "bf16" } else { "quantized like the other linears" },
+            if args.vllm { "vLLM loads quant's checkpoints and computes in bf16. " } else { "" },
             versions.iter().map(|(name, version)| format!("{name} {version}")).collect::<Vec<_>>().join("; "),
             args.prefill,
             args.decode,

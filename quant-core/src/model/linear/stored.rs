@@ -1,6 +1,7 @@
 //! A weight that is read from its checkpoint on first use.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::checkpoint::{Dtype, TensorSource, require_finite_bytes, require_weight_float};
@@ -16,6 +17,7 @@ pub struct StoredWeight {
     shape: [usize; 2],
     dtype: Dtype,
     held: Mutex<Option<Arc<Vec<u8>>>>,
+    was_read: AtomicBool,
 }
 
 impl StoredWeight {
@@ -35,7 +37,8 @@ impl StoredWeight {
                 tensor: name,
             });
         }
-        Ok(Self { source, name, shape, dtype, held: Mutex::new(None) })
+        let (held, was_read) = (Mutex::new(None), AtomicBool::new(false));
+        Ok(Self { source, name, shape, dtype, held, was_read })
     }
 
     /// Returns the tensor's name in the checkpoint.
@@ -64,6 +67,7 @@ impl StoredWeight {
         // Reading must not hold the lock: a source may compute on a thread pool, and one of its threads may call this
         // function.
         let bytes = self.source.read(&self.name)?;
+        self.was_read.store(true, Ordering::Release);
         require_finite_bytes(self.source.location(&self.name), &self.name, self.dtype, &bytes)?;
         Ok(self.lock().get_or_insert_with(|| Arc::new(bytes)).clone())
     }
@@ -76,6 +80,11 @@ impl StoredWeight {
     /// Returns the bytes, if they are in memory, and releases them. Later uses read the weight again.
     pub fn release(&self) -> Option<Arc<Vec<u8>>> {
         self.lock().take()
+    }
+
+    /// Whether the bytes have been read, even if they have been released since.
+    pub(crate) fn was_read(&self) -> bool {
+        self.was_read.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<Vec<u8>>>> {
@@ -109,12 +118,12 @@ mod tests {
     #[test]
     fn bytes_are_read_when_needed_and_kept_until_released() {
         let weight = StoredWeight::new(source(&[1.0, 2.0, 3.0, 4.0]), "w".into(), [2, 2]).unwrap();
-        assert!(weight.held().is_none());
+        assert!(weight.held().is_none() && !weight.was_read());
         let bytes = weight.bytes().unwrap();
         assert_eq!(*bytes, Dtype::Bf16.narrow(&[1.0, 2.0, 3.0, 4.0]));
         assert!(Arc::ptr_eq(&bytes, &weight.bytes().unwrap()));
         assert!(Arc::ptr_eq(&bytes, &weight.release().unwrap()));
-        assert!(weight.held().is_none() && weight.release().is_none());
+        assert!(weight.held().is_none() && weight.release().is_none() && weight.was_read());
         assert_eq!(weight.bytes().unwrap(), bytes);
     }
 
