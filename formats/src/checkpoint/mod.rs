@@ -33,6 +33,8 @@ mod manifest;
 mod memory;
 mod names;
 #[cfg(feature = "write")]
+mod options;
+#[cfg(feature = "write")]
 mod overlap;
 #[cfg(feature = "write")]
 mod prepared;
@@ -81,6 +83,8 @@ pub use memory::{MemorySink, MemorySource};
 pub use names::printable;
 pub use names::{is_unprintable, printable_lines};
 #[cfg(feature = "write")]
+pub use options::{Resume, WriteOptions};
+#[cfg(feature = "write")]
 pub use overlap::refuse_overlap;
 #[cfg(feature = "write")]
 pub use prepared::Prepared;
@@ -98,4 +102,4 @@ pub use tensor_io::{
     require_weight_float,
 };
 #[cfg(feature = "write")]
-pub use writer::{CheckpointWriter, WriteOptions};
+pub use writer::CheckpointWriter;

@@ -9,7 +9,14 @@ use crate::format::quant_methods;
 use crate::names::{nearest, nearest_path};
 use crate::wording::Remedy;
 
+const CHANGED: &str = "restore the files of the model, or remove OUT.job to start over";
+
 impl Error {
+    /// Creates an error for an input that is not the one that an interrupted run read; `what` names it in the plural.
+    pub fn inputs_changed(what: &str) -> Self {
+        Self::usage(format!("{what} have changed since the run was interrupted"), CHANGED)
+    }
+
     /// Returns what the user can do about the error. If a path does not exist, the remedy begins with the path that was
     /// probably meant, for which at most one directory is read.
     pub fn remedy(&self) -> Remedy {
@@ -62,7 +69,7 @@ impl Error {
             Self::OutputIsInput { input, .. } => {
                 format!("choose a path outside {}", input.display())
             }
-            Self::InputChanged { .. } => "run without ‹resume› to start over".into(),
+            Self::InputChanged { .. } => CHANGED.into(),
             Self::MissingLinear { is_float: true, .. } => {
                 "read a float weight from the source of the checkpoint".into()
             }
@@ -218,8 +225,8 @@ impl Error {
                 "this is a bug: please report it, and what caused it".into()
             }
             Self::Interrupted => {
-                "run it again; with ‹resume›, ‹quantize()› continues the interrupted run, and \
-                so does ‹eval()› with the same ‹journal›"
+                "run it again; ‹quantize()› continues the interrupted run, and ‹eval()› does with the same \
+                ‹journal›"
                     .into()
             }
         };

@@ -11,7 +11,7 @@ use super::files::{check_replaceable, distinct, outside, write_file};
 use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open_with};
 use super::memory::residence_by;
-use super::outputs::given_up;
+use super::outputs::{given_up, refuse_existing, resume};
 use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
@@ -77,9 +77,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
             "set ‹calibration›, for example ‹calibration=builtin›",
         ));
     }
-    if !request.force && request.output.exists() {
-        return Err(Error::OutputExists { path: request.output.clone() });
-    }
+    refuse_existing(std::slice::from_ref(&request.output), request.force, request.resume)?;
     if let Some(path) = &settings.gguf.save_imatrix {
         let written = [("save_imatrix", Some(path.as_path()))];
         distinct(&written, &request.files_read())?;
@@ -343,7 +341,7 @@ fn writer(
     let matrix = importance.map(ImportanceMatrix::matrix);
     let options = WriteOptions {
         force: request.force,
-        resume: request.resume,
+        resume: resume(request.resume),
         fingerprint: plan.fingerprint(&opened.directory, given, calibration, &host.program()?),
         archive: Arc::new(plan.archive(&file_name, split.is_some(), matrix, &origin)),
         single_file,

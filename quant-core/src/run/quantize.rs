@@ -44,9 +44,11 @@ pub struct QuantizeRequest {
     /// The memory that the run may use. If it is predicted to need more, hidden states are kept in files next to the
     /// output.
     pub memory_budget: MemoryBudget,
-    /// Whether an existing output is replaced once the new one is complete.
+    /// Whether an existing output is replaced once the new one is complete, and whether the finished work of an
+    /// interrupted run with a different request is discarded.
     pub force: bool,
-    /// Whether to continue an interrupted run.
+    /// Whether an interrupted run with a different request is an error even with `force`, and a finished one too. An
+    /// interrupted run with the same request is continued in any case.
     pub resume: bool,
 }
 
@@ -109,11 +111,12 @@ impl Done {
 
 /// Quantizes a model into directories that appear only when everything in them is verified.
 ///
-/// The finished work of an interrupted run stays next to the output, and a request with [`QuantizeRequest::resume`]
-/// continues it; the result is byte-identical.
+/// The finished work of an interrupted run stays next to the output, and the same request continues it; the result is
+/// byte-identical.
 ///
 /// # Errors
-/// [`Error::Usage`] and similar errors for invalid requests, before anything is written; errors of the model and the
+/// [`Error::Usage`] and similar errors for invalid requests, before anything is written, and if an interrupted run with a
+/// different request has finished work that would be lost; errors of the model and the
 /// text; [`Error::Interrupted`] when cancelled.
 pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
     QuantizeJob::new(request)?.run(host)
@@ -198,7 +201,7 @@ impl<'a> QuantizeJob<'a> {
         };
         // For a local model this is checked later; here it prevents fetching a model for a run that cannot write.
         if host.catalog.is_named(&request.model) {
-            refuse_existing(outputs, request)?;
+            refuse_existing(outputs, request.force, request.resume)?;
         }
         let opened = prepared(
             open_with(&request.model, &request.extensions, &host)?,
@@ -251,7 +254,7 @@ fn checkpoints(
 ) -> Result<Vec<(Published, QuantReport)>> {
     let settings = &request.settings;
     let plans = settings.plans(&opened.model, recipe)?;
-    refuse_existing(outputs, request)?;
+    refuse_existing(outputs, request.force, request.resume)?;
     let Some(plan) = plans.first() else { return Err(Error::Internal("no plan was made".into())) };
     if let (Some(text), false) = (&request.calibration, plan.needs_text()) {
         return Err(settings.needs_no_text(&plan.method, &text.setting("calibration")));
