@@ -311,6 +311,7 @@ fn results_are_compared() {
     check_message("the same file twice", &twice, 2, &["w8.json was given twice"]);
     let run = quant(args!["compare", &named[1], &named[2], &named[0]]).succeeded();
     assert!(run.stdout.contains("\nClosest to the reference: w8, with a mean KL of "), "{run}");
+    assert!(run.stdout.contains(" nats; significantly closer than w4 with ") && run.stdout.contains("5 % level"), "{run}");
     let json = quant(args!["compare", &named[1], &named[2], "--json"]).json();
     assert_eq!((&json["schema"], &json["rows"][1]["result"]), (&json!("quant-compare/1"), &json!("w3")));
     assert_eq!(json["rows"][0]["method"], "rtn");
