@@ -258,19 +258,26 @@ impl ModelDirectory {
 }
 
 fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
-    let broken =
-        |reason: String| Error::Config { path: path.to_owned(), field: CONFIG.into(), reason, remedy: None };
+    let fault = |reason: String, remedy: Option<&str>| Error::Config {
+        path: path.to_owned(),
+        field: CONFIG.into(),
+        reason,
+        remedy: remedy.map(Into::into),
+    };
+    let broken = |reason: String| fault(reason, None);
+    const DOWNLOAD: &str =
+        "download config.json from where the weights come from, at the same revision, into the same directory";
     let real = match root.lookup(CONFIG)? {
         Lookup::File(real) => real,
-        Lookup::Absent => return Err(broken("is missing".into())),
+        Lookup::Absent => return Err(fault("is missing".into(), Some(DOWNLOAD))),
         Lookup::Dangling => {
-            return Err(broken("is a broken link; the download is incomplete".into()));
+            return Err(fault("is a broken link; the download is incomplete".into(), Some(DOWNLOAD)));
         }
         Lookup::Refused(reason) => return Err(broken(reason)),
     };
     let bytes = read_capped(&real, path, MAX_CONFIG_BYTES)?.map_err(broken)?;
-    if let Some(reason) = placeholder(&bytes) {
-        return Err(broken(reason.into()));
+    if let Some(found) = placeholder(&bytes) {
+        return Err(fault(found.to_string(), Some(found.remedy())));
     }
     match strict_json::parse(&bytes) {
         Ok(Value::Object(map)) => Ok(map),

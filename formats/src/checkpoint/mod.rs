@@ -74,7 +74,7 @@ pub use header_text::HeaderText;
 pub use identity::file_blake3;
 #[cfg(feature = "write")]
 pub use identity::file_sha256;
-pub use input_file::{open_regular, placeholder, read_capped, read_exact_at};
+pub use input_file::{Placeholder, open_regular, placeholder, read_capped, read_exact_at};
 #[cfg(feature = "write")]
 pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 #[cfg(feature = "write")]

@@ -47,6 +47,7 @@ impl Error {
         let text: String = match self {
             Self::Usage { remedy, .. }
             | Self::Config { remedy: Some(remedy), .. }
+            | Self::NoCheckpoint { remedy: Some(remedy), .. }
             | Self::Recipe { remedy, .. }
             | Self::Unavailable { remedy, .. }
             | Self::InputFile { remedy, .. } => return remedy.clone(),
@@ -85,6 +86,9 @@ impl Error {
                 once in a sandbox: load it with transformers and call `save_pretrained(..., \
                 safe_serialization=True)`"
                     .into()
+            }
+            Self::Safetensors { source, .. } if source.placeholder().is_some() => {
+                source.placeholder().map_or_else(String::new, |found| found.remedy().into())
             }
             Self::Safetensors { .. } => {
                 "the file is damaged, incomplete or hostile: download it again and verify its checksum".into()
@@ -128,11 +132,16 @@ impl Error {
                 adds a second rounding error"
                     .into()
             }
-            Self::UnsupportedQuantization { .. } => format!(
-                "download the checkpoint again, or start from the original float checkpoint; supported values of \
-                `quant_method`: {}",
+            Self::UnsupportedQuantization { path, .. } if path.ends_with("config.json") => format!(
+                "start from the original float checkpoint, or from a checkpoint in a format that can be read: \
+                `quant_method` {}, or GGUF",
                 quant_methods().collect::<Vec<_>>().join(", ")
             ),
+            Self::UnsupportedQuantization { .. } => {
+                "the file is damaged, or the program that wrote it does not follow the format: write the checkpoint \
+                again with that program, or start from the original float checkpoint"
+                    .into()
+            }
             Self::NotRepackable { .. } => "quantize the original float checkpoint to this format".into(),
             Self::Tokenizer { .. } => {
                 "download the model's tokenizer.json and tokenizer_config.json into the model directory, from the \
@@ -249,6 +258,20 @@ fn suggestion_pattern(tensor: &str) -> String {
 mod tests {
     use super::*;
     use crate::ThreadMemory;
+
+    #[test]
+    fn another_download_does_not_mend_a_format() {
+        let remedy = |path: &str| {
+            let error = Error::UnsupportedQuantization { path: path.into(), reason: "is unknown".into() };
+            error.remedy().to_string()
+        };
+        let config = remedy("model/config.json");
+        assert!(config.starts_with("start from the original float checkpoint, or from a checkpoint in a format"));
+        assert!(config.contains("compressed-tensors, ") && config.ends_with(", or GGUF"), "{config}");
+        let tensor = remedy("model/model.safetensors");
+        assert!(tensor.contains("write the checkpoint again with that program"), "{tensor}");
+        assert!(!format!("{config}{tensor}").contains("download"));
+    }
 
     #[test]
     fn fewer_threads_are_suggested_only_if_they_suffice() {
