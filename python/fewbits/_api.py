@@ -474,7 +474,7 @@ def inspect(model: PathOrName) -> Inspection:
 
 
 def preset_recipe(preset: str) -> str:
-    """Returns a preset as a recipe file (TOML), a starting point for a custom one.
+    """Returns a preset as a recipe file (TOML) with comments, a starting point for a custom one.
 
     Raises :class:`QuantError`.
     """

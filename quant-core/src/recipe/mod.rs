@@ -4,6 +4,7 @@
 //! the output size for every tensor.
 
 mod cache_scales;
+mod commented;
 mod extensions;
 mod file;
 mod keys;
