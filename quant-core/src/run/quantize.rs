@@ -1,5 +1,6 @@
 //! The entry point of a run, which `quant quantize` calls.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -16,7 +17,7 @@ use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{ChannelMaxima, TextTokenizer, TokenWindows};
 use crate::checkpoint::{Dtype, Published};
-use crate::engines::{Compatibility, ENGINES, Outline};
+use crate::engines::{Compatibility, ENGINES, Engine, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::{Extensions, Plan, Rates, Recipe};
@@ -347,16 +348,23 @@ pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
         plans.iter().flat_map(|plan| [lost(plan), warnings(plan)].concat()).collect();
     for plan in plans {
         let outline = Outline::new(plan, model);
-        for engine in ENGINES.iter().filter(|engine| engine.is_common) {
+        let schemes = plan.module_schemes();
+        // One note per engine: a warning may say the same.
+        let is_told = |engine: &Engine| {
+            plan.container.loader_rules().iter().any(|rule| rule.refuses(&engine.loader, &schemes))
+        };
+        for engine in ENGINES.iter().filter(|engine| engine.is_common && !is_told(engine)) {
             if let Some(Compatibility::No(reason)) = engine.loads(&outline, 1) {
                 let (name, version, format) = (engine.name, engine.version(), outline.container);
                 notes.push(("note", format!("{name} {version} does not load this as {format}: {reason}")));
             }
         }
     }
-    notes.dedup();
+    let mut told = BTreeSet::new();
     for (label, message) in notes {
-        host.observer.event(&Event::Note { label, message });
+        if told.insert(message.clone()) {
+            host.observer.event(&Event::Note { label, message });
+        }
     }
 }
 
