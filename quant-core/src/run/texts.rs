@@ -69,7 +69,12 @@ pub fn calibration(
         }
     };
     check(&opened.model, &windows)?;
-    Ok(windows)
+    // A name in the catalog, not the path of a file of the user.
+    let known = match text {
+        Text::Named(name) if host.catalog.built_in(name).is_some() || !path.exists() => Some(name.as_str()),
+        _ => None,
+    };
+    Ok(windows.named(known))
 }
 
 /// Fails if a window holds a token outside the model's vocabulary.
