@@ -180,7 +180,8 @@ pub fn value(
 ) -> Result<(serde_json::Value, Option<f64>)> {
     let (value, seconds) = if settings.writes_gguf()? {
         let planned = plan_gguf(model, settings, &session.host())?;
-        (serde_json::to_value(super::gguf::value(&planned)), None)
+        let seconds = planned.work.seconds(Rates::measure()?);
+        (serde_json::to_value(super::gguf::value(&planned)), Some(seconds))
     } else {
         let planned = Planned::new(model, settings, session)?;
         (serde_json::to_value(json(&planned, wording)), Some(planned.seconds))
@@ -476,7 +477,7 @@ fn plan_text(plan: &Plan, all: bool) -> String {
 }
 
 /// Formats an estimated duration, rounded to a whole unit.
-fn about(seconds: f64) -> String {
+pub(super) fn about(seconds: f64) -> String {
     match seconds {
         s if s < 1.5 => "a second".into(),
         s if s < 90.0 => format!("{s:.0} s"),

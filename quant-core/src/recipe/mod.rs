@@ -31,6 +31,7 @@ pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;
 pub use select::SelectorMatches;
+pub(crate) use time::PASSES;
 pub use time::Rates;
 
 use crate::Result;
