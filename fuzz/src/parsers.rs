@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 use quant_core::calibrate::{ChannelMaxima, Corpus, read_corpus};
 use quant_core::checkpoint::{
-    CheckpointWriter, Dtype, ModelDirectory, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec,
-    Resume, WriteOptions,
+    CheckpointWriter, Dtype, ModelDirectory, Resume, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec,
+    WriteOptions,
 };
 use quant_core::gguf::Importance;
 use quant_core::model::Model;

@@ -110,7 +110,11 @@ impl KernelError {
             return Err(Self::Mismatch { what, expected: start, got: end });
         }
         if end > total {
-            return Err(Self::Mismatch { what: "panels must end at or before panel", expected: total, got: end });
+            return Err(Self::Mismatch {
+                what: "panels must end at or before panel",
+                expected: total,
+                got: end,
+            });
         }
         Ok(())
     }

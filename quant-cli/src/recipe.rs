@@ -189,7 +189,9 @@ fn steps_help() -> String {
     let (mut also, mut lines) = (Vec::new(), String::new());
     for (step, key) in known.keys() {
         match key.setting {
-            Some(setting) => also.push(format!("{step}.{} ({})", key.name, CommandLine.setting(setting, None))),
+            Some(setting) => {
+                also.push(format!("{step}.{} ({})", key.name, CommandLine.setting(setting, None)))
+            }
             None => {
                 let description = key.schema["description"].as_str().unwrap_or_default();
                 lines.push_str(&format!("\n  {step}.{}: {description}", key.name));

@@ -30,7 +30,9 @@ impl Job {
         let mut bash = Command::new("bash");
         bash.args(["--noprofile", "--norc", "-eo", "pipefail", "-c", &script(name)]);
         bash.current_dir(self.directory.path()).envs(inputs.iter().copied());
-        bash.env("GITHUB_ACTIONS", "true").env("GITHUB_OUTPUT", self.at("output")).env_remove("GITHUB_STEP_SUMMARY");
+        bash.env("GITHUB_ACTIONS", "true")
+            .env("GITHUB_OUTPUT", self.at("output"))
+            .env_remove("GITHUB_STEP_SUMMARY");
         Running::start(bash).wait()
     }
 
@@ -80,15 +82,26 @@ fn every_failure_leaves_an_annotation() {
             ("NAME", "measured"),
         ]
     };
-    job.assert_fails("Measure", &measure(""), 4, "title=quant eval::quant eval ended with exit code 4: error: absent");
-    job.assert_fails("Measure", &measure("--windw 9"), 2, "ended with exit code 2: error: unexpected argument");
+    job.assert_fails(
+        "Measure",
+        &measure(""),
+        4,
+        "title=quant eval::quant eval ended with exit code 4: error: absent",
+    );
+    job.assert_fails(
+        "Measure",
+        &measure("--windw 9"),
+        2,
+        "ended with exit code 2: error: unexpected argument",
+    );
 
     // One window decides no test.
     let float = job.at("float");
     std::fs::create_dir(&float).unwrap();
     evaluate(&demo_model(), &float.join("measured.json"));
     let rounded = job.at("rounded");
-    quant(args!["quantize", demo_model(), "-o", &rounded, "--method", "rtn", "--scheme", "w3a16-g64"]).succeeded();
+    quant(args!["quantize", demo_model(), "-o", &rounded, "--method", "rtn", "--scheme", "w3a16-g64"])
+        .succeeded();
     evaluate(&rounded, &job.at(".quant-action/measured.json"));
     let baseline = job.at("baseline.json");
     quant(args!["gate", float.join("measured.json"), "--baseline", &baseline, "--update"]).succeeded();
@@ -101,7 +114,12 @@ fn every_failure_leaves_an_annotation() {
     for (name, text) in [("open.toml", test), ("failing.toml", cap)] {
         std::fs::write(job.at(name), format!("{head}{text}")).unwrap();
     }
-    job.assert_fails("Gate", &gate("open.toml", "baseline.json"), 3, "perplexity against baseline%3A inconclusive::");
+    job.assert_fails(
+        "Gate",
+        &gate("open.toml", "baseline.json"),
+        3,
+        "perplexity against baseline%3A inconclusive::",
+    );
     job.assert_fails("Gate", &gate("failing.toml", "baseline.json"), 1, "perplexity%3A fail::perplexity is ");
     std::fs::write(job.at("broken.json"), "{}").unwrap();
     let broken = "title=quant gate::quant gate ended with exit code 4: error: broken.json ";

@@ -226,7 +226,12 @@ fn a_note_says_once_that_an_engine_does_not_load_it() {
     let model = scratch.path().join("model");
     TinyLlama::default().write(&model);
     for (case, options, note, engines) in [
-        ("modelopt", &["--format", "modelopt", "--scheme", "nvfp4a16"][..], "does not load the modelopt format", &["transformers"][..]),
+        (
+            "modelopt",
+            &["--format", "modelopt", "--scheme", "nvfp4a16"][..],
+            "does not load the modelopt format",
+            &["transformers"][..],
+        ),
         (
             "gptq-asym",
             &["--format", "gptq", "--group-size", "32", "--asymmetric"],
@@ -244,7 +249,10 @@ fn a_note_says_once_that_an_engine_does_not_load_it() {
         let run = quant(quantize(&model, &out, &[&["--method", "rtn"], options].concat())).succeeded();
         assert_eq!(run.stderr.matches(note).count(), 1, "{run}");
         for engine in engines {
-            let again = run.stderr.lines().any(|line| line.contains(engine) && line.contains("does not load this as"));
+            let again = run
+                .stderr
+                .lines()
+                .any(|line| line.contains(engine) && line.contains("does not load this as"));
             assert!(!again, "{engine}: {run}");
         }
     }

@@ -238,7 +238,10 @@ fn ci_systems_are_notified() {
     );
     let marks: Vec<&str> = run.stderr.lines().filter(|l| l.starts_with("::error file=")).collect();
     assert!(marks.len() == failed && marks.iter().all(|mark| mark.contains(&causes)), "{run}");
-    assert!(marks[0].contains(",line=3,title=accuracy gate%3A held%2C perplexity against baseline%3A fail::"), "{run}");
+    assert!(
+        marks[0].contains(",line=3,title=accuracy gate%3A held%2C perplexity against baseline%3A fail::"),
+        "{run}"
+    );
     assert_eq!(xml.matches("since the baseline, model: was ").count(), failed, "{xml}");
 
     // The instruction set is listed where it has changed.
@@ -311,7 +314,10 @@ fn results_are_compared() {
     check_message("the same file twice", &twice, 2, &["w8.json was given twice"]);
     let run = quant(args!["compare", &named[1], &named[2], &named[0]]).succeeded();
     assert!(run.stdout.contains("\nClosest to the reference: w8, with a mean KL of "), "{run}");
-    assert!(run.stdout.contains(" nats; significantly closer than w4 with ") && run.stdout.contains("5 % level"), "{run}");
+    assert!(
+        run.stdout.contains(" nats; significantly closer than w4 with ") && run.stdout.contains("5 % level"),
+        "{run}"
+    );
     let json = quant(args!["compare", &named[1], &named[2], "--json"]).json();
     assert_eq!((&json["schema"], &json["rows"][1]["result"]), (&json!("quant-compare/1"), &json!("w3")));
     assert_eq!(json["rows"][0]["method"], "rtn");
@@ -393,7 +399,8 @@ fn nothing_that_is_missing_or_broken_passes() {
         &set("/text/sha256", json!("0".repeat(64))),
         &["the text of `held` differs: `builtin-heldout`, with SHA-256 ", "restore the former", "--update"],
     );
-    let other_text = |r: &mut Value| r["text"] = json!({ "name": "my.txt", "sha256": "0".repeat(64), "bytes": 9 });
+    let other_text =
+        |r: &mut Value| r["text"] = json!({ "name": "my.txt", "sha256": "0".repeat(64), "bytes": 9 });
     let named = "the text of `held` differs: `builtin-heldout` in the baseline, `my.txt` now\n  measure with \
                  --text builtin-heldout; if the change is intended, create a new baseline with --update";
     broken("a text of another name", &other_text, &[named]);
@@ -405,7 +412,11 @@ fn nothing_that_is_missing_or_broken_passes() {
     quant(fewer).succeeded();
     let expected = ["the number of windows of `held` differs: 24 in the baseline, 4 now", "--windows 24"];
     judge("fewer windows", &at("held.json"), &baseline, 4, &expected);
-    broken("another rule", &set("/profile", json!("gptq-65")), &["the profile of", "with --profile gptq-64;"]);
+    broken(
+        "another rule",
+        &set("/profile", json!("gptq-65")),
+        &["the profile of", "with --profile gptq-64;"],
+    );
     broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["a different reference"]);
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);

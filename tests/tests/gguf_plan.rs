@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use quant_tests::{args, demo_model};
 use quant_tests::files::hashes;
 use quant_tests::models::TinyLlama;
 use quant_tests::program::{Run, quant};
 use quant_tests::refusal::check_message;
+use quant_tests::{args, demo_model};
 use serde_json::Value;
 use tempfile::TempDir;
 

@@ -69,7 +69,10 @@ fn names_given_to_the_wrong_option() {
         (&["rtn-w8a16"][..], ["# How weights are rounded\n", "scheme = \"w8a16"]),
         (&[], ["# Tokens per window\n", "kind = \"awq\""]),
         (&["gptq", "--damping", "0.05"], ["[quantize.gptq]\n", "damping = 0.05\n"]),
-        (&["--method", "gptq", "--ignore", "down_proj"], ["method = \"gptq\"\n", "ignore = [\"down_proj\"]\n"]),
+        (
+            &["--method", "gptq", "--ignore", "down_proj"],
+            ["method = \"gptq\"\n", "ignore = [\"down_proj\"]\n"],
+        ),
     ] {
         let printed = quant([&["plan", "--print-recipe"], options].concat()).succeeded();
         assert!(parts.iter().all(|part| printed.stdout.contains(part)), "{printed}");

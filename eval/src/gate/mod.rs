@@ -322,18 +322,15 @@ fn chosen<'a>(
 }
 
 /// Fails unless results and baseline match.
-fn bind(
-    baseline: &Baseline,
-    path: &std::path::Path,
-    results: &[(String, Evaluation)],
-) -> Result<()> {
+fn bind(baseline: &Baseline, path: &std::path::Path, results: &[(String, Evaluation)]) -> Result<()> {
     let fault = |reason: String, remedy: &str| Error::InputFile {
         path: path.to_owned(),
         line: None,
         reason,
         remedy: remedy.to_owned().into(),
     };
-    let update = |measure: &str| format!("{measure}; if the change is intended, create a new baseline with ‹update›");
+    let update =
+        |measure: &str| format!("{measure}; if the change is intended, create a new baseline with ‹update›");
     if let Some(missing) = baseline.results.keys().find(|k| results.iter().all(|(n, _)| n != *k)) {
         let reason = format!("contains the result `{}`, which was not given", missing.escape_default());
         return Err(fault(
@@ -402,7 +399,11 @@ fn text_differs(now: &Evaluation, then: &Evaluation) -> Option<(&'static str, St
     if now.text.sha256 != then.text.sha256 {
         let name = then.text.name.escape_default();
         let differs = match now.text.name == then.text.name {
-            true => format!("{}, with {}", shown_path(&now.text.name), hashes(&then.text.sha256, &now.text.sha256)),
+            true => format!(
+                "{}, with {}",
+                shown_path(&now.text.name),
+                hashes(&then.text.sha256, &now.text.sha256)
+            ),
             false => both(&shown_path(&then.text.name), &shown_path(&now.text.name)),
         };
         let remedy = match now.text.name == then.text.name {
@@ -412,15 +413,21 @@ fn text_differs(now: &Evaluation, then: &Evaluation) -> Option<(&'static str, St
         return Some(("text", differs, remedy));
     }
     if now.tokenizer_sha256 != then.tokenizer_sha256 {
-        let remedy = format!("use the tokenizer of {}, the model of the baseline", shown_path(&then.model.path));
+        let remedy =
+            format!("use the tokenizer of {}, the model of the baseline", shown_path(&then.model.path));
         return Some(("tokenizer", hashes(&then.tokenizer_sha256, &now.tokenizer_sha256), remedy));
     }
     if now.windows != then.windows {
         let remedy = format!("measure with ‹windows={}›", then.windows);
-        return Some(("number of windows", both(&then.windows.to_string(), &now.windows.to_string()), remedy));
+        return Some((
+            "number of windows",
+            both(&then.windows.to_string(), &now.windows.to_string()),
+            remedy,
+        ));
     }
     (now.tokens_sha256 != then.tokens_sha256).then(|| {
-        let remedy = "measure with the tokenizer_config.json and the version of quant of the baseline".to_owned();
+        let remedy =
+            "measure with the tokenizer_config.json and the version of quant of the baseline".to_owned();
         ("tokenization", hashes(&then.tokens_sha256, &now.tokens_sha256), remedy)
     })
 }

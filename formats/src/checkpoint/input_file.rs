@@ -50,7 +50,11 @@ impl Root {
             Err(e) => return Err(Error::io("open", path, e)),
         };
         if let Some(reason) = reason {
-            return Err(Error::NoCheckpoint { path: path.to_owned(), reason: reason.to_owned(), remedy: None });
+            return Err(Error::NoCheckpoint {
+                path: path.to_owned(),
+                reason: reason.to_owned(),
+                remedy: None,
+            });
         }
         let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
         let blobs = cache_blobs(&real);
@@ -203,7 +207,9 @@ impl Placeholder {
     /// What the user can do.
     pub fn remedy(self) -> &'static str {
         match self {
-            Self::LfsPointer => "fetch the files with `git lfs pull`, or download the model with `hf download`",
+            Self::LfsPointer => {
+                "fetch the files with `git lfs pull`, or download the model with `hf download`"
+            }
             Self::Page => {
                 "the download gave a page of the site, for example to sign in: download the file again, for example \
                 with `hf download`"

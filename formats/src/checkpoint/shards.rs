@@ -359,7 +359,8 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         .filter(|e| e.ends_with(".safetensors") || e.ends_with(".gguf"))
         .map(String::as_str)
         .collect();
-    let adapter = entries.iter().find(|e| ["adapter_config.json", "adapter_model.safetensors"].contains(&e.as_str()));
+    let adapter =
+        entries.iter().find(|e| ["adapter_config.json", "adapter_model.safetensors"].contains(&e.as_str()));
     if let (Some(adapter), true) = (adapter, other.iter().all(|e| e.starts_with("adapter_"))) {
         return Error::NoCheckpoint {
             path,
@@ -372,7 +373,8 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         };
     }
     if !other.is_empty() {
-        let reason = format!("it has neither {SINGLE} nor {INDEX}, only {}", listed(other.iter().copied(), 8));
+        let reason =
+            format!("it has neither {SINGLE} nor {INDEX}, only {}", listed(other.iter().copied(), 8));
         let remedy = match () {
             () if other.iter().any(|e| e.ends_with(".gguf")) => "give the path of the GGUF file".to_owned(),
             () if other.iter().any(|e| e.contains("-of-")) => format!(

@@ -5,15 +5,15 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use super::ShardLayout;
 use super::differences::Differences;
 use super::file_system::{FileSystem, StagedFile, failure, remove_if_present};
 use super::input_file::read_exact_at;
 use super::job::{Job, parent_of};
 use super::journal::{Entries, WriteJournal};
 use super::layout::ShardFile;
-use super::seal::equal_unsealed;
 use super::options::{Resume, WriteOptions};
-use super::ShardLayout;
+use super::seal::equal_unsealed;
 use crate::digest::hex;
 use crate::{Error, Result, system};
 

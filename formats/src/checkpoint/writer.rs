@@ -19,9 +19,9 @@ use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault
 use super::job::{Job, job_path, parent_of, refuse_within_job};
 use super::journal::{Entries, WriteJournal};
 use super::layout::ShardFile;
-use super::options::{Resume, WriteOptions};
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
 use super::names::printable;
+use super::options::{Resume, WriteOptions};
 use super::overlap::resolve;
 use super::prepared::Prepared;
 use super::progress::{Hashed, Progress};

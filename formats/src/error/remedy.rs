@@ -266,7 +266,9 @@ mod tests {
             error.remedy().to_string()
         };
         let config = remedy("model/config.json");
-        assert!(config.starts_with("start from the original float checkpoint, or from a checkpoint in a format"));
+        assert!(
+            config.starts_with("start from the original float checkpoint, or from a checkpoint in a format")
+        );
         assert!(config.contains("compressed-tensors, ") && config.ends_with(", or GGUF"), "{config}");
         let tensor = remedy("model/model.safetensors");
         assert!(tensor.contains("write the checkpoint again with that program"), "{tensor}");

@@ -171,7 +171,10 @@ fn plan_text(planned: &GgufPlanned, all: bool, rates: Rates) -> String {
     ));
     text.push_str(&format!("needs about {}\n", needs_text(needs, work.seconds(rates))));
     if let (Some(calibrated), Some(work)) = (calibrated, calibrated_work) {
-        text.push_str(&format!("with --calibration: about {}\n", needs_text(calibrated, work.seconds(rates))));
+        text.push_str(&format!(
+            "with --calibration: about {}\n",
+            needs_text(calibrated, work.seconds(rates))
+        ));
     }
     text
 }

@@ -161,7 +161,10 @@ fn requested_recipe(name: &str, mut settings: RecipeSettings) -> Result<Recipe> 
     let taken = if is_method { &mut settings.method } else { &mut settings.preset };
     if !name.is_empty() {
         if let Some(other) = taken {
-            return Err(Error::usage(format!("`{name}` and `{other}` cannot be combined"), "name one of them"));
+            return Err(Error::usage(
+                format!("`{name}` and `{other}` cannot be combined"),
+                "name one of them",
+            ));
         }
         *taken = Some(name.to_owned());
     }

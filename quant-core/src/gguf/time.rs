@@ -32,10 +32,12 @@ impl GgufPlan {
         let mut work = GgufWork {
             operations: 0.0,
             encoded: Vec::new(),
-            bytes: model.source().names().into_iter().filter_map(|name| model.source().info(name)).fold(
-                self.output_bytes() as f64,
-                |sum, info| sum + info.byte_len() as f64,
-            ),
+            bytes: model
+                .source()
+                .names()
+                .into_iter()
+                .filter_map(|name| model.source().info(name))
+                .fold(self.output_bytes() as f64, |sum, info| sum + info.byte_len() as f64),
             search: self.request.search,
             is_weighted,
         };
@@ -63,7 +65,8 @@ impl GgufPlan {
                 experts_apart: false,
             };
             // One pass each for the importance, the steps and the Hessians.
-            let passes = [true, !method.transforms.is_empty(), compensates].into_iter().filter(|is_run| *is_run);
+            let passes =
+                [true, !method.transforms.is_empty(), compensates].into_iter().filter(|is_run| *is_run);
             let mut operations = passes.count() as f64 * load.block_operations();
             for transform in method.transforms.iter() {
                 let of_search = transform.work(&load);
@@ -71,7 +74,8 @@ impl GgufPlan {
                 work.encode(self.mixture().base, layers * of_search.rounded);
             }
             if compensates {
-                let linears = kind.graph.linears().filter(|(id, ..)| kind.graph.nodes()[*id].op.is_quantizable());
+                let linears =
+                    kind.graph.linears().filter(|(id, ..)| kind.graph.nodes()[*id].op.is_quantizable());
                 load.schemes = linears.map(|(id, ..)| (id, LinearScheme::default())).collect();
                 operations += method.rounding.operations(&load);
             }
@@ -106,15 +110,18 @@ impl GgufWork {
         let importance = self.is_weighted.then_some(&importance[..]);
         let mut rows = 2 * rayon::current_num_threads();
         loop {
-            let values: Vec<f32> = (0..rows * COLUMNS).map(|i| (i * 7919 % 2003) as f32 * 1e-4 - 0.1).collect();
+            let values: Vec<f32> =
+                (0..rows * COLUMNS).map(|i| (i * 7919 % 2003) as f32 * 1e-4 - 0.1).collect();
             let mut stored = vec![0; rows * bytes];
             let started = Instant::now();
-            values.par_chunks_exact(COLUMNS).zip(stored.par_chunks_exact_mut(bytes)).for_each(|(row, out)| {
-                kind.encode_by(self.search, row, importance, out);
-                let mut back = vec![0.0; COLUMNS];
-                kind.decode(out, &mut back);
-                std::hint::black_box(back);
-            });
+            values.par_chunks_exact(COLUMNS).zip(stored.par_chunks_exact_mut(bytes)).for_each(
+                |(row, out)| {
+                    kind.encode_by(self.search, row, importance, out);
+                    let mut back = vec![0.0; COLUMNS];
+                    kind.decode(out, &mut back);
+                    std::hint::black_box(back);
+                },
+            );
             let seconds = started.elapsed().as_secs_f64().max(1e-9);
             if seconds >= MIN_SECONDS || rows >= MAX_ROWS {
                 return (rows * COLUMNS) as f64 / seconds;

@@ -61,7 +61,8 @@ fn table_of<'a>(schema: &'a Value, path: &str, first: &str) -> &'a Value {
         "transform" => {
             let kind = first.strip_prefix("kind = ").unwrap_or_default().trim_matches('"');
             let alternatives = definition("TransformEntry")["oneOf"].as_array();
-            let found = alternatives.and_then(|all| all.iter().find(|one| one["properties"]["kind"]["const"] == kind));
+            let found = alternatives
+                .and_then(|all| all.iter().find(|one| one["properties"]["kind"]["const"] == kind));
             found.unwrap_or(&Value::Null)
         }
         "quantize.override" => definition("OverrideEntry"),
@@ -91,7 +92,8 @@ fn names<'a>(schema: &'a Value, value: &'a Value, found: &mut Vec<&'a str>) {
 }
 
 fn comment(schema: &Value, value: &Value) -> String {
-    let Some(description) = value["description"].as_str().or(resolved(schema, value)["description"].as_str()) else {
+    let Some(description) = value["description"].as_str().or(resolved(schema, value)["description"].as_str())
+    else {
         return String::new();
     };
     let mut found = Vec::new();
@@ -130,7 +132,11 @@ mod tests {
             let mut before = "";
             for line in text.lines() {
                 let needs = line.contains(" = ") && !line.starts_with('#') && !line.starts_with("kind = ");
-                assert!(!needs || before.starts_with("# "), "{}: no comment before `{line}` in\n{text}", preset.name);
+                assert!(
+                    !needs || before.starts_with("# "),
+                    "{}: no comment before `{line}` in\n{text}",
+                    preset.name
+                );
                 assert!(line.chars().count() <= WIDTH && !line.contains('‹'), "{line}");
                 before = line;
             }

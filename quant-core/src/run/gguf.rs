@@ -455,7 +455,8 @@ pub fn plan_gguf_with(
     let split = settings.gguf.split_max_size;
     let origin = settings.gguf.imatrix.as_ref().map_or_else(String::new, |path| path.display().to_string());
     let archive = plan.archive(FILE, split.is_some(), importance.as_ref(), &origin);
-    let layout = archive.layout(&plan.outputs()?, split.unwrap_or(WriteOptions::default().max_shard_bytes))?;
+    let layout =
+        archive.layout(&plan.outputs()?, split.unwrap_or(WriteOptions::default().max_shard_bytes))?;
     let file_bytes = layout.file_bytes();
     Ok(GgufPlanned { plan, input_bytes, needs, calibrated, file_bytes, work, calibrated_work })
 }

@@ -181,7 +181,11 @@ fn directories_without_safetensors() {
         other => panic!("{other:?}"),
     }
     for (names, reason, remedy) in [
-        (&["adapter_config.json", "adapter_model.bin"][..], "a LoRA adapter", "merge the adapter into its base model"),
+        (
+            &["adapter_config.json", "adapter_model.bin"][..],
+            "a LoRA adapter",
+            "merge the adapter into its base model",
+        ),
         (&["a.gguf", "config.json"], "only a.gguf", "give the path of the GGUF file"),
         (&["model-00001-of-00002.safetensors"], "only model-00001", "download model.safetensors.index.json"),
         (&["consolidated.safetensors"], "only consolidated", "that transformers loads"),

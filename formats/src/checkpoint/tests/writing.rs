@@ -9,8 +9,7 @@ use tempfile::TempDir;
 
 use super::{assert_holds, content, snapshot, spec, write_tensors};
 use crate::checkpoint::{
-    CheckpointWriter, Dtype, Resume, ShardedCheckpoint, TensorSink, TensorSpec, WriteOptions,
-    refuse_overlap,
+    CheckpointWriter, Dtype, Resume, ShardedCheckpoint, TensorSink, TensorSpec, WriteOptions, refuse_overlap,
 };
 use crate::{CancelToken, Category, Error, Result, Silent};
 
@@ -299,7 +298,10 @@ fn the_same_request_continues_by_itself() {
         assert!(!CheckpointWriter::is_finished(&target));
         let writer = create(&target, options).unwrap();
         assert!(writer.is_resumed() && writer.is_complete("a") && !writer.is_complete("c"));
-        let note = format!("2 of 4 tensors of the output are complete; to start over, remove {}", job(&target).display());
+        let note = format!(
+            "2 of 4 tensors of the output are complete; to start over, remove {}",
+            job(&target).display()
+        );
         assert!(writer.notes()[0].ends_with(&note), "{:?}", writer.notes());
         finish(writer).unwrap();
         assert_eq!(snapshot(&target), expected);
@@ -316,7 +318,10 @@ fn finished_work_of_another_request_is_discarded_only_with_force() {
         Err(error @ Error::Usage { .. }) => {
             let (message, remedy) = (error.to_string(), error.remedy().to_string());
             assert!(message.contains("\n  plan: was p, is q"), "{message}");
-            assert!(remedy.starts_with("run with the settings of the interrupted run to resume it, or"), "{remedy}");
+            assert!(
+                remedy.starts_with("run with the settings of the interrupted run to resume it, or"),
+                "{remedy}"
+            );
             assert!(remedy.contains("‹force›") && !remedy.contains("‹resume›"), "{remedy}");
         }
         other => panic!("{other:?}"),
