@@ -239,7 +239,7 @@ fn ci_systems_are_notified() {
     let marks: Vec<&str> = run.stderr.lines().filter(|l| l.starts_with("::error file=")).collect();
     assert!(marks.len() == failed && marks.iter().all(|mark| mark.contains(&causes)), "{run}");
     assert!(
-        marks[0].contains(",line=3,title=accuracy gate%3A held%2C perplexity against baseline%3A fail::"),
+        marks[1].contains(",line=8,title=accuracy gate%3A held%2C kl against baseline%3A fail::"),
         "{run}"
     );
     assert_eq!(xml.matches("since the baseline, model: was ").count(), failed, "{xml}");
@@ -399,11 +399,13 @@ fn nothing_that_is_missing_or_broken_passes() {
         &set("/text/sha256", json!("0".repeat(64))),
         &["the text of `held` differs: `builtin-heldout`, with SHA-256 ", "restore the former", "--update"],
     );
-    let other_text =
-        |r: &mut Value| r["text"] = json!({ "name": "my.txt", "sha256": "0".repeat(64), "bytes": 9 });
+    let other_text = |r: &mut Value| {
+        r["text"]["name"] = json!("my.txt");
+        r["text"]["sha256"] = json!("0".repeat(64));
+    };
     let named = "the text of `held` differs: `builtin-heldout` in the baseline, `my.txt` now\n  measure with \
                  --text builtin-heldout; if the change is intended, create a new baseline with --update";
-    broken("a text of another name", &other_text, &[named]);
+    broken("a text with a different name", &other_text, &[named]);
     broken("another tokenizer", &set("/tokenizer_sha256", json!("0".repeat(64))), &["the tokenizer of"]);
     broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["the tokenization of"]);
     let mut fewer = args!["eval", bench.at("w4"), "--reference", demo_model()];

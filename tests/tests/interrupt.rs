@@ -206,7 +206,7 @@ fn inputs_that_changed_meanwhile() {
     let run = bench.resume(&out, &options).succeeded();
     assert!(run.stderr.contains("of the output are complete"), "{run}");
     let card = std::fs::read_to_string(out.join("README.md")).unwrap();
-    assert!(card.contains(" in 2 windows of 128 from a text of the user, seed 0"), "{card}");
+    assert!(card.contains(" in 2 windows of 128 from a given text, seed 0"), "{card}");
 }
 
 #[test]

@@ -68,8 +68,8 @@ pub fn changes(baseline: Option<&Baseline>, results: &[(String, Evaluation)], le
 /// The properties that may cause other changes.
 const CAUSES: [&str; 4] = ["model", "scheme", "method", "program"];
 
-/// Adds to the message of a check what has changed since the baseline, as a likely cause: `…; since the baseline, scheme:
-/// was w4a16-g128-sym, is w4a16-g64-sym`.
+/// Adds to the message of a check what has changed since the baseline, as a likely cause: `…; since the baseline,
+/// scheme: was w4a16-g128-sym, is w4a16-g64-sym`.
 pub(super) fn with_causes(message: &str, changes: &[Change], result: &str) -> String {
     let changed = changes.iter().filter(|c| c.result == result && CAUSES.contains(&c.name));
     let changed: Vec<String> = changed

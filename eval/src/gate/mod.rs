@@ -387,8 +387,8 @@ fn bind(baseline: &Baseline, path: &std::path::Path, results: &[(String, Evaluat
     Ok(())
 }
 
-/// Compares the text of a result, and how it is cut into windows, with those of the baseline. Returns what differs, how,
-/// and what to do.
+/// Compares the text of a result, and how it is cut into windows, with those of the baseline. Returns what differs,
+/// how, and what to do.
 fn text_differs(now: &Evaluation, then: &Evaluation) -> Option<(&'static str, String, String)> {
     let both = |then: &str, now: &str| format!("{then} in the baseline, {now} now");
     let hashes = |then: &str, now: &str| format!("SHA-256 {then} in the baseline, {now} now");

@@ -265,7 +265,8 @@ fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
         remedy: remedy.map(Into::into),
     };
     let broken = |reason: String| fault(reason, None);
-    const DOWNLOAD: &str = "download config.json from where the weights come from, at the same revision, into the same directory";
+    const DOWNLOAD: &str = "download config.json from where the weights come from, at the same revision, into the \
+        same directory";
     let real = match root.lookup(CONFIG)? {
         Lookup::File(real) => real,
         Lookup::Absent => return Err(fault("is missing".into(), Some(DOWNLOAD))),

@@ -30,7 +30,7 @@ impl Error {
     /// The path of a file or directory that does not exist.
     fn absent_path(&self) -> Option<&Path> {
         match self {
-            Self::NoCheckpoint { path, reason }
+            Self::NoCheckpoint { path, reason, .. }
             | Self::Recipe { path, reason, .. }
             | Self::InputFile { path, reason, .. } => {
                 Some(path).filter(|_| reason.ends_with("does not exist"))

@@ -119,7 +119,7 @@ pub struct MergeArgs {
     /// Replace OUT, and discard the unfinished run of a different command
     #[arg(long)]
     force: bool,
-    /// Fail if OUT has an unfinished run that this command does not continue
+    /// Fail if an interrupted merge cannot be continued
     #[arg(long)]
     pub resume: bool,
     /// Directory for copies of results if STORE is a URL [default: that of the system for temporary files]

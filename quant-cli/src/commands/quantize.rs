@@ -51,7 +51,7 @@ pub struct Args {
     /// An existing OUT stays until the new one is complete.
     #[arg(long)]
     pub force: bool,
-    /// Fail if OUT has an unfinished run that this command does not continue
+    /// Fail if an interrupted run cannot be continued
     ///
     /// The same command continues an interrupted run by itself.
     #[arg(long)]

@@ -114,7 +114,7 @@ impl TokenWindows {
         Self { length, tokens, uses: None, starts: None, text: None }
     }
 
-    /// Adds the name of the text, if it has one that others know, such as `builtin`.
+    /// Adds the name of the text, if it is one that every program has.
     pub fn named(self, text: Option<&str>) -> Self {
         Self { text: text.map(Into::into), ..self }
     }

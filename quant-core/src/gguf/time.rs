@@ -1,5 +1,5 @@
-//! Estimates how long a run that writes a GGUF file takes: operations and values are counted from shapes, and divided by
-//! rates that are measured on this machine.
+//! Estimates how long a run that writes a GGUF file takes: operations and values are counted from shapes, and divided
+//! by rates that are measured on this machine.
 
 use std::time::Instant;
 
@@ -26,8 +26,8 @@ pub struct GgufWork {
 }
 
 impl GgufPlan {
-    /// Counts what a run computes, with the windows of its calibration text if it has one. `is_weighted`: whether it has
-    /// an importance matrix.
+    /// Counts what a run computes, with the windows of its calibration text if it has one. `is_weighted`: whether it
+    /// has an importance matrix.
     pub fn work(&self, model: &Model, sampling: Option<Sampling>, is_weighted: bool) -> GgufWork {
         let mut work = GgufWork {
             operations: 0.0,

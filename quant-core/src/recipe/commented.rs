@@ -54,7 +54,7 @@ fn resolved<'a>(schema: &'a Value, mut value: &'a Value) -> &'a Value {
     value
 }
 
-/// The schema of a table with the path `path`. The alternatives of `transform` are told apart by the first key.
+/// The schema of a table with the path `path`. The first key selects the alternative of `transform`.
 fn table_of<'a>(schema: &'a Value, path: &str, first: &str) -> &'a Value {
     let definition = |name: &str| &schema["$defs"][name];
     match path {
@@ -147,7 +147,7 @@ mod tests {
     fn comments_name_the_choices() {
         let text = Recipe::preset("awq-w4a16").unwrap().to_commented_toml();
         for part in [
-            "or each on the whole batch (fast, reference)\nsearch = \"fast\"\n",
+            " (fast,\n# reference)\nsearch = \"fast\"\n",
             "# The rounding method (rtn, gptq)\nmethod = \"rtn\"\n",
             "\n# How weights are rounded\n[quantize]\n",
             "scales and clipping, searched on a calibration text\n[[transform]]\nkind = \"awq\"\n",

@@ -48,7 +48,7 @@ pub(super) fn model_card(
         let (tokens, samples, length) = (batch.tokens, batch.samples, batch.length);
         let text = match job.windows.and_then(TokenWindows::text) {
             Some(name) => format!("the text `{}`", cell(name)),
-            None => "a text of the user".to_owned(),
+            None => "a given text".to_owned(),
         };
         card += &format!(
             "| Calibration | {tokens} tokens in {samples} windows of {length} from {text}, seed {}; SHA-256 of the \

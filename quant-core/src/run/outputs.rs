@@ -9,7 +9,6 @@ use sha2::{Digest, Sha256};
 
 use super::host::Host;
 use super::model_card::{self, model_card};
-use super::quantize::QuantizeRequest;
 use crate::calibrate::{Residence, Spill};
 use crate::checkpoint::{CheckpointWriter, ModelDirectory, Published, Resume, WriteOptions, printable};
 use crate::digest::hex;
@@ -82,7 +81,8 @@ pub(super) fn resume(required: bool) -> Resume {
 }
 
 /// Runs jobs on one model, each into a directory that appears only when its contents are verified; none appears before
-/// all are. `replacing` is `(force, resume)`, as in [`QuantizeRequest`].
+/// all are. `replacing` is `(force, resume)`, as in
+/// [`QuantizeRequest`](super::QuantizeRequest).
 ///
 /// # Errors
 /// As [`pipeline::quantize_each`] and [`CheckpointWriter`]. Finished work is kept if the same jobs can succeed later.

@@ -116,8 +116,8 @@ impl Done {
 /// byte-identical.
 ///
 /// # Errors
-/// [`Error::Usage`] and similar errors for invalid requests, before anything is written, and if an interrupted run with a
-/// different request has finished work that would be lost; errors of the model and the
+/// [`Error::Usage`] and similar errors for invalid requests, before anything is written, and if an interrupted run with
+/// a different request has finished work that would be lost; errors of the model and the
 /// text; [`Error::Interrupted`] when cancelled.
 pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
     QuantizeJob::new(request)?.run(host)
@@ -350,19 +350,19 @@ pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
         let outline = Outline::new(plan, model);
         let schemes = plan.module_schemes();
         // One note per engine: a warning may say the same.
-        let is_told = |engine: &Engine| {
+        let is_noted = |engine: &Engine| {
             plan.container.loader_rules().iter().any(|rule| rule.refuses(&engine.loader, &schemes))
         };
-        for engine in ENGINES.iter().filter(|engine| engine.is_common && !is_told(engine)) {
+        for engine in ENGINES.iter().filter(|engine| engine.is_common && !is_noted(engine)) {
             if let Some(Compatibility::No(reason)) = engine.loads(&outline, 1) {
                 let (name, version, format) = (engine.name, engine.version(), outline.container);
                 notes.push(("note", format!("{name} {version} does not load this as {format}: {reason}")));
             }
         }
     }
-    let mut told = BTreeSet::new();
+    let mut emitted = BTreeSet::new();
     for (label, message) in notes {
-        if told.insert(message.clone()) {
+        if emitted.insert(message.clone()) {
             host.observer.event(&Event::Note { label, message });
         }
     }

@@ -69,11 +69,8 @@ pub fn calibration(
         }
     };
     check(&opened.model, &windows)?;
-    // A name in the catalog, not the path of a file of the user.
-    let known = match text {
-        Text::Named(name) if host.catalog.built_in(name).is_some() || !path.exists() => Some(name.as_str()),
-        _ => None,
-    };
+    // The same text gives the same output, from whatever place it comes. So only the default is named.
+    let known = (*text == Text::Named(BUILTIN.to_owned())).then_some(BUILTIN);
     Ok(windows.named(known))
 }
 
