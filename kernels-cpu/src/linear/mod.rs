@@ -108,7 +108,11 @@ impl<'a> PackedView<'a> {
         let n = self.layout.n();
         KernelError::rows(&rows, n)?;
         if rows.is_empty() {
-            return Err(KernelError::Scheme("the range of rows must not be empty"));
+            return Err(KernelError::Mismatch {
+                what: "the number of rows must be at least",
+                expected: 1,
+                got: 0,
+            });
         }
         for end in [rows.start, rows.end].into_iter().filter(|&end| end != n) {
             if !end.is_multiple_of(PANEL_ROWS) {
