@@ -140,6 +140,8 @@ pub enum Error {
         path: PathBuf,
         /// The reason, for example the missing file.
         reason: String,
+        /// What to do, if there is more specific advice than which files a model consists of.
+        remedy: Option<Remedy>,
     },
     /// The directory's weights are only in pickle files, which can execute code when they are read.
     #[error("{} contains only pickle weights ({}), which are not read", path.display(), files.join(", "))]

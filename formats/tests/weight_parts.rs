@@ -196,6 +196,29 @@ fn ranges_that_do_not_fit_are_refused() {
     assert!(opened.part_multiples("n").is_err());
 }
 
+#[test]
+fn a_missing_linear_is_explained() {
+    let mut source = MemorySource::new();
+    source.insert("layers.0.q_proj.weight", Dtype::F8E4M3, [2, 2], vec![0x38; 4]).unwrap();
+    source.insert("layers.0.q_proj.weight_scale_inv", Dtype::F32, [1, 1], 1f32.to_le_bytes().into()).unwrap();
+    source.insert("lm_head.weight", Dtype::F32, [1, 1], vec![0; 4]).unwrap();
+    let settings = json!({ "quant_method": "fp8", "weight_block_size": [128, 128] });
+    let opened = QuantizedCheckpoint::new(Arc::new(source), "config.json".as_ref(), &settings).unwrap();
+    assert_eq!(opened.linears().len(), 1);
+    let nothing = "the checkpoint lists the names of its quantized linears";
+    for (name, suffix, remedy) in [
+        ("lm_head", ": its weight is float", "read a float weight from the source of the checkpoint"),
+        ("layers.0.qproj", "", "did you mean layers.0.q_proj?"),
+        ("layers.0.q_proj.weight", "", "did you mean layers.0.q_proj?"),
+        ("x", "", nothing),
+    ] {
+        let error = opened.read(name).unwrap_err();
+        let message = format!("the checkpoint has no quantized linear `{name}`{suffix}");
+        assert_eq!((error.to_string(), error.remedy().to_string()), (message, remedy.to_owned()));
+        assert_eq!(error.category(), Category::Usage);
+    }
+}
+
 /// If only the storage forbids a division, the part is taken from the whole weight.
 #[test]
 fn parts_that_the_storage_does_not_divide() {

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use quant_core::calibrate::{ChannelMaxima, Corpus, read_corpus};
 use quant_core::checkpoint::{
-    CheckpointWriter, Dtype, ModelDirectory, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec,
+    CheckpointWriter, Dtype, ModelDirectory, Resume, ShardedCheckpoint, TensorSink, TensorSource, TensorSpec,
     WriteOptions,
 };
 use quant_core::gguf::Importance;
@@ -312,7 +312,7 @@ pub fn write_journal(data: &[u8]) {
         let writer = |resume| {
             CheckpointWriter::create(&target, specs(), WriteOptions { resume, ..Default::default() })
         };
-        let mut first = writer(false).expect("a new job");
+        let mut first = writer(Resume::Never).expect("a new job");
         first.write("b", 0, &[1, 2, 3]).expect("it is expected");
         first.remember("b", &json!({ "loss": 0.5 })).expect("it is kept");
         first.commit().expect("the disk has room");
@@ -321,7 +321,7 @@ pub fn write_journal(data: &[u8]) {
         let valid = LINES.get_or_init(|| std::fs::read_to_string(&journal).expect("the journal exists"));
         let false_claim = valid.replace("\"b\"", "\"a\"");
         std::fs::write(&journal, text(data, &[valid, &false_claim])).expect("it can be written");
-        let resumed = writer(true).expect("a job that can be resumed");
+        let resumed = writer(Resume::Required).expect("a job that can be resumed");
         assert!(!resumed.is_complete("a"));
         if resumed.is_complete("b") {
             assert_eq!(resumed.read_back("b").expect("it can be read"), Some(vec![1, 2, 3]));

@@ -178,7 +178,7 @@ impl From<ViewError> for Fault {
     fn from(error: ViewError) -> Self {
         let status = match error {
             ViewError::Bits(_) | ViewError::Scales => qz1_status::Scheme,
-            ViewError::GroupSize { .. } => qz1_status::Mismatch,
+            ViewError::GroupSize { .. } | ViewError::SuperBlocks { .. } => qz1_status::Mismatch,
             _ => qz1_status::Length,
         };
         Self { status, reason: Reason::View(error) }

@@ -17,13 +17,7 @@ pub fn dequantize_rows(
     rows: Range<usize>,
     out: &mut [f32],
 ) -> Result<(), KernelError> {
-    if rows.start > rows.end || rows.end > weight.n() {
-        return Err(KernelError::Mismatch {
-            what: "rows must be ascending and end at or before row",
-            expected: weight.n(),
-            got: rows.end,
-        });
-    }
+    KernelError::rows(&rows, weight.n())?;
     KernelError::length("output", rows.len() * weight.k(), out.len())?;
     // The scale and the zero point are read once per group.
     let size = weight.group_size();

@@ -1,5 +1,7 @@
 //! The error of this crate's kernels.
 
+use std::ops::Range;
+
 /// An invalid argument, or a resource that is not available, such as an instruction set.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -77,5 +79,66 @@ impl KernelError {
 
     pub(crate) fn length(what: &'static str, expected: usize, got: usize) -> Result<(), Self> {
         if expected == got { Ok(()) } else { Err(Self::Length { what, expected, got }) }
+    }
+
+    /// Returns how many parts of `width` elements a slice has. A length that is not a multiple is reported with the
+    /// next one, which is not 0. `width` must not be 0.
+    pub(crate) fn parts(what: &'static str, width: usize, len: usize) -> Result<usize, Self> {
+        let parts = len.div_ceil(width);
+        Self::length(what, parts.saturating_mul(width), len)?;
+        Ok(parts)
+    }
+
+    /// Checks that a range is within the first `total` rows.
+    pub(crate) fn rows(rows: &Range<usize>, total: usize) -> Result<(), Self> {
+        let Range { start, end } = *rows;
+        if start > end {
+            let what = "rows must not end before they begin, at row";
+            return Err(Self::Mismatch { what, expected: start, got: end });
+        }
+        if end > total {
+            return Err(Self::Mismatch { what: "rows must end at or before row", expected: total, got: end });
+        }
+        Ok(())
+    }
+
+    /// Checks that a range is within the first `total` panels.
+    pub(crate) fn panels(panels: &Range<usize>, total: usize) -> Result<(), Self> {
+        let Range { start, end } = *panels;
+        if start > end {
+            let what = "panels must not end before they begin, at panel";
+            return Err(Self::Mismatch { what, expected: start, got: end });
+        }
+        if end > total {
+            return Err(Self::Mismatch {
+                what: "panels must end at or before panel",
+                expected: total,
+                got: end,
+            });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_never_ask_for_nothing() {
+        let message = |result: Result<(), KernelError>| result.unwrap_err().to_string();
+        assert_eq!(KernelError::parts("keys", 64, 128), Ok(2));
+        assert_eq!(KernelError::parts("keys", 64, 0), Ok(0));
+        assert_eq!(message(KernelError::parts("keys", 64, 5).map(drop)), "keys: expected 64 elements, got 5");
+        assert_eq!(KernelError::rows(&(2..4), 4), Ok(()));
+        assert_eq!(message(KernelError::rows(&(2..5), 4)), "rows must end at or before row 4, got 5");
+        #[expect(clippy::reversed_empty_ranges, reason = "refused")]
+        let reversed = 3..2;
+        assert_eq!(
+            message(KernelError::rows(&reversed, 4)),
+            "rows must not end before they begin, at row 3, got 2"
+        );
+        assert_eq!(message(KernelError::panels(&(0..3), 2)), "panels must end at or before panel 2, got 3");
+        assert!(KernelError::panels(&reversed, 4).is_err());
     }
 }

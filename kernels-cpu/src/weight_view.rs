@@ -21,8 +21,12 @@ pub enum ViewError {
         have no zero points, and fixed combinations of bits, minima and group size"
     )]
     Scales,
+    #[error("super-blocks require a number of input features that is a multiple of {SUPER_BLOCK}, got {k}")]
+    SuperBlocks { k: usize },
     #[error("{what}: expected {expected} elements, got {got}")]
     Length { what: &'static str, expected: usize, got: usize },
+    #[error("{0}: the number of elements of this shape overflows")]
+    TooLarge(&'static str),
 }
 
 /// A quantized weight matrix `[n, k]` in logical order, row-major, as plain slices.
@@ -229,8 +233,9 @@ impl<'a> WeightView<'a> {
             return Err(ViewError::GroupSize { group_size, k });
         }
         let length = |what, expected: Option<usize>, got| match expected {
-            Some(e) if e == got => Ok(()),
-            e => Err(ViewError::Length { what, expected: e.unwrap_or(usize::MAX), got }),
+            Some(expected) if expected == got => Ok(()),
+            Some(expected) => Err(ViewError::Length { what, expected, got }),
+            None => Err(ViewError::TooLarge(what)),
         };
         let groups = n.checked_mul(k / group_size);
         length("codes", n.checked_mul(k), codes.len())?;
@@ -247,7 +252,7 @@ impl<'a> WeightView<'a> {
                     return Err(ViewError::Scales);
                 }
                 if k % SUPER_BLOCK != 0 {
-                    return Err(ViewError::GroupSize { group_size: SUPER_BLOCK, k });
+                    return Err(ViewError::SuperBlocks { k });
                 }
                 let blocks = n.checked_mul(k / SUPER_BLOCK);
                 length("group scales", groups, scales.groups.len())?;
@@ -433,7 +438,7 @@ mod tests {
         assert_eq!(new([3, 4], 4, 2, 11, 6, None), length("codes", 12, 11));
         assert_eq!(new([3, 4], 4, 2, 12, 5, None), length("scales", 6, 5));
         assert_eq!(new([3, 4], 4, 2, 12, 6, Some(&[0; 7])), length("zeros", 6, 7));
-        assert_eq!(new([usize::MAX, 4], 4, 4, 12, 6, None), length("codes", usize::MAX, 12));
+        assert_eq!(new([usize::MAX, 4], 4, 4, 12, 6, None), ViewError::TooLarge("codes"));
     }
 
     #[test]

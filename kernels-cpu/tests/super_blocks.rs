@@ -318,7 +318,12 @@ fn misuse_is_an_error() {
     }
     assert_eq!(view(shape, 4, 32, SuperScales { mins: None, ..scales }, None), ViewError::Scales);
     assert_eq!(view(shape, 4, 32, scales, Some(&[0; 24])), ViewError::Scales);
-    assert_eq!(view([6, 128], 4, 32, scales, None), ViewError::GroupSize { group_size: 256, k: 128 });
+    let short = view([6, 128], 4, 32, scales, None);
+    assert_eq!(short, ViewError::SuperBlocks { k: 128 });
+    assert_eq!(
+        short.to_string(),
+        "super-blocks require a number of input features that is a multiple of 256, got 128"
+    );
     let length = |what, expected, got| ViewError::Length { what, expected, got };
     let short = SuperScales { groups: &case.groups[1..], ..scales };
     assert_eq!(view(shape, 4, 32, short, None), length("group scales", 24, 23));

@@ -275,7 +275,9 @@ def quantize(
 
     ``on_event`` is called with every :class:`Event` on the calling thread; an exception that it raises stops the run.
     ``progress=True`` shows a tqdm bar. Ctrl-C stops the run, keeps the finished work and raises ``KeyboardInterrupt``;
-    the same call with ``resume=True`` continues it, and the result is the same, byte for byte.
+    the same call continues it, and the result is the same, byte for byte. A call with different arguments raises
+    :class:`UsageError`, except with ``force=True``, which discards the interrupted run and replaces a finished one.
+    ``resume=True`` fails unless the interrupted run, if there is one, can be continued.
 
     Raises :class:`QuantError`.
     """
@@ -337,7 +339,7 @@ def quantize(
         on_event=on_event,
         progress=progress,
         threads=threads,
-        resume_with="resume=True",
+        resumes=True,
     )
     kinds: dict[str, type[Quantized | Gguf | Floats]] = {
         "quant-gguf-summary": Gguf,
@@ -400,7 +402,7 @@ def evaluate(
         on_event=on_event,
         progress=progress,
         threads=threads,
-        resume_with=None if journal is None else "this journal=",
+        resumes=journal is not None,
     )
     return Evaluation(done["result"], done["page"])
 
@@ -472,7 +474,7 @@ def inspect(model: PathOrName) -> Inspection:
 
 
 def preset_recipe(preset: str) -> str:
-    """Returns a preset as a recipe file (TOML), a starting point for a custom one.
+    """Returns a preset as a recipe file (TOML) with comments, a starting point for a custom one.
 
     Raises :class:`QuantError`.
     """

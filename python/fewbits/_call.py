@@ -43,10 +43,9 @@ def run(
     on_event: Callable[[Event], object] | None = None,
     progress: bool = False,
     threads: int | None = None,
-    resume_with: str | None = None,
+    resumes: bool = False,
 ) -> Any:
-    """Runs a job of the native part and returns its result. `resume_with` names the argument with which the same
-    call resumes after Ctrl-C."""
+    """Runs a job of the native part and returns its result. `resumes`: the same call resumes after Ctrl-C."""
     check_threads(threads)
     listener = Listener(on_event, progress)
     wants_estimate = on_event is not None
@@ -55,9 +54,9 @@ def run(
             kind, json.dumps(request), rows, listener, code(), python(), threads, wants_estimate
         )
     except KeyboardInterrupt as stopped:
-        if resume_with is None:
+        if not resumes:
             raise
-        note = f"finished work is kept; repeat the call with {resume_with} to continue"
+        note = "finished work is kept; repeat the call to continue"
         if sys.version_info >= (3, 11):
             stopped.add_note(note)
         else:

@@ -179,5 +179,5 @@ pub fn page(request: &str, session: &Session) -> Result<String> {
 
 pub fn preset_recipe(request: &str) -> Result<String> {
     let preset: String = parse(request)?;
-    Ok(json!(Recipe::preset(&preset)?.to_toml()).to_string())
+    Ok(json!(Recipe::preset(&preset)?.to_commented_toml()).to_string())
 }

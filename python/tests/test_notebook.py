@@ -82,9 +82,9 @@ def test_a_cell_is_interrupted_and_the_next_one_resumes(notebook: Notebook, mode
         f'fewbits.quantize("MODEL", "OUT", {SETTINGS}, on_event=show)', interrupt_at="done: block 0"
     )
     assert reply["status"] == "error" and reply["ename"] == "KeyboardInterrupt", (outputs, reply)
-    assert "resume=True to continue" in "".join(reply["traceback"])
+    assert "repeat the call to continue" in "".join(reply["traceback"])
     assert not (tmp_path / "OUT").exists()
-    outputs, reply = notebook.run(f'done = fewbits.quantize("MODEL", "OUT", {SETTINGS}, resume=True)\ndone')
+    outputs, reply = notebook.run(f'done = fewbits.quantize("MODEL", "OUT", {SETTINGS})\ndone')
     assert reply["status"] == "ok", reply
     # The cell's output is the report: a frame with a page that has no scripts.
     [shown] = [one["data"]["text/html"] for one in outputs if one["type"] == "execute_result"]

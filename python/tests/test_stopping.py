@@ -79,18 +79,18 @@ def test_ctrl_c_and_resuming_give_the_bytes_of_an_undisturbed_run(model: Path, t
     with pytest.raises(KeyboardInterrupt) as stopped:
         fewbits.quantize(model, tmp_path / "out", method="gptq", on_event=on_event, **SLOW)
     presser.join()
-    assert "resume=True" in "".join(traceback.format_exception(stopped.value))
+    assert "repeat the call to continue" in "".join(traceback.format_exception(stopped.value))
     assert not (tmp_path / "out").exists() and (tmp_path / "out.job").is_dir()
 
-    with pytest.raises(fewbits.UsageError, match="resume=True"):
-        fewbits.quantize(model, tmp_path / "out", method="gptq", scheme="w4a16-g64", resume=True, **SLOW)
+    for resume, way in [(False, "force=True"), (True, "resume=True")]:
+        with pytest.raises(fewbits.UsageError, match=way):
+            fewbits.quantize(model, tmp_path / "out", method="gptq", scheme="w4a16-g64", resume=resume, **SLOW)
 
     resumed: list[int] = []
     fewbits.quantize(
         model,
         tmp_path / "out",
         method="gptq",
-        resume=True,
         on_event=lambda event: resumed.append(event.units) if isinstance(event, fewbits.Resumed) else None,
         **SLOW,
     )
@@ -106,7 +106,7 @@ def test_before_python_3_11_the_exception_s_arguments_say_how_to_go_on(monkeypat
     monkeypatch.setattr(sys, "version_info", (3, 10, 14))
     with pytest.raises(KeyboardInterrupt) as caught:
         fewbits.quantize("MODEL", "OUT")
-    assert str(caught.value) == "finished work is kept; repeat the call with resume=True to continue"
+    assert str(caught.value) == "finished work is kept; repeat the call to continue"
     with pytest.raises(KeyboardInterrupt) as caught:
         fewbits.plan("MODEL")
     assert caught.value.args == ()

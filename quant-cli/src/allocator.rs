@@ -64,7 +64,7 @@ fn end(size: usize) -> ! {
             text,
             "error: out of memory: an allocation of {size} bytes failed\n  free some memory, raise the \
             memory limit (ulimit -v, or that of the container), or use smaller settings; `quant plan` \
-            predicts how much memory a run needs, and `quant quantize --resume` continues an interrupted \
+            predicts how much memory a run needs, and `quant quantize` continues an interrupted \
             run\n"
         );
         write_to_stderr(&text.bytes[..text.len]);

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use quant_core::Result;
 use quant_core::recipe::{Extensions, FLOATS, METHODS, PRESETS, step_of, steps};
 use quant_core::run::RecipeSettings;
-use quant_core::wording::{CommandLine, worded};
+use quant_core::wording::{CommandLine, Wording, worded};
 use quant_core::{format, gguf};
 
 use crate::gguf::GgufOptions;
@@ -184,15 +184,24 @@ fn key_help(setting: &str) -> String {
 }
 
 fn steps_help() -> String {
+    // What most of them do is said once, by the option that sets them too.
     let known = Extensions::default();
-    let lines = known.keys().into_iter().map(|(step, key)| {
-        let description = key.schema["description"].as_str().unwrap_or_default();
-        format!("  {step}.{}: {description}", key.name)
-    });
-    let lines: Vec<String> = lines.collect();
+    let (mut also, mut lines) = (Vec::new(), String::new());
+    for (step, key) in known.keys() {
+        match key.setting {
+            Some(setting) => {
+                also.push(format!("{step}.{} ({})", key.name, CommandLine.setting(setting, None)))
+            }
+            None => {
+                let description = key.schema["description"].as_str().unwrap_or_default();
+                lines.push_str(&format!("\n  {step}.{}: {description}", key.name));
+            }
+        }
+    }
     format!(
-        "Set KEY of STEP: every setting of a step or of gptq, as in a recipe file; may be repeated\n\n{}",
-        lines.join("\n")
+        "Set KEY of STEP: every setting of a step or of gptq, as in a recipe file; may be repeated\n\nKeys, with the \
+         options that set them too: {}{lines}",
+        also.join(", ")
     )
 }
 
@@ -213,10 +222,16 @@ fn method_help() -> String {
         "Quantization method [default: the preset's; without a preset, rtn for FP8 weights]",
         METHODS.iter().map(|m| (&*m.name, m.summary.to_owned())),
     );
-    let steps: Vec<_> = steps().into_iter().map(|(name, what)| (name, what.to_owned())).collect();
+    // Steps that are methods too have been described.
+    let is_method = |name: &str| METHODS.iter().any(|m| m.name == name);
+    let (again, steps): (Vec<_>, Vec<_>) = steps().into_iter().partition(|(name, _)| is_method(name));
+    let again: Vec<&str> = again.into_iter().map(|(name, _)| name).collect();
     let own = listed(
-        "Or your own steps, separated by commas; the last is gptq or rtn (default: rtn)",
-        steps.into_iter(),
+        &format!(
+            "Or your own steps, separated by commas; the last is gptq or rtn (default: rtn). Steps besides {}",
+            again.join(" and ")
+        ),
+        steps.into_iter().map(|(name, what)| (name, what.to_owned())),
     );
     format!("{named}\n\n{own}")
 }

@@ -24,8 +24,8 @@ fn main() -> Result<()> {
     let settings = RecipeSettings { preset: Some("awq-w4a16".into()), ..RecipeSettings::default() };
     let calibration = Some(Text::Named(text));
     let request = QuantizeRequest { settings, calibration, ..QuantizeRequest::new(model, out) };
-    // Another thread may cancel the run, which then stops between two units of work and can be resumed with
-    // `request.resume`.
+    // Another thread may cancel the run, which then stops between two units of work and the same request
+    // continues.
     let cancel = CancelToken::new();
     let done = quantize(&request, &Host::new(&Progress, &cancel, &Nothing))?;
     println!("{}", done.summary_json()?);

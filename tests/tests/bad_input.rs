@@ -103,12 +103,12 @@ fn weights() {
                     "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 27263736\n",
                 )
             },
-            &[WEIGHTS, "is a Git LFS pointer", "git lfs pull"],
+            &[WEIGHTS, "is a Git LFS pointer", "fetch the files with `git lfs pull`"],
         ),
         (
             "a page",
             |m| overwrite(m, WEIGHTS, "\n<!DOCTYPE html>\n<html><title>Sign in</title></html>\n"),
-            &[WEIGHTS, "is an HTML page"],
+            &[WEIGHTS, "is an HTML page", "download the file again"],
         ),
         (
             "a header of 2^64 bytes",
@@ -265,9 +265,13 @@ fn shards() {
 fn configuration() {
     const CONFIG: &str = "config.json";
     refused_by_all_commands(&[
-        ("no configuration", |m| std::fs::remove_file(m.join(CONFIG)).unwrap(), &[CONFIG, "is missing"]),
+        (
+            "no configuration",
+            |m| std::fs::remove_file(m.join(CONFIG)).unwrap(),
+            &[CONFIG, "is missing", "download config.json from where the weights come from"],
+        ),
         ("not JSON", |m| overwrite(m, CONFIG, "{"), &[CONFIG, "not valid JSON"]),
-        ("a page", |m| overwrite(m, CONFIG, "<html></html>"), &[CONFIG, "is an HTML page"]),
+        ("a page", |m| overwrite(m, CONFIG, "<html></html>"), &[CONFIG, "is an HTML page", "hf download"]),
         ("no object", |m| overwrite(m, CONFIG, "[]"), &[CONFIG, "one JSON object"]),
         ("a key twice", |m| overwrite(m, CONFIG, r#"{"a":1,"a":2}"#), &[CONFIG, "`a`"]),
         ("over 1 MiB", |m| overwrite(m, CONFIG, vec![b' '; (1 << 20) + 1]), &[CONFIG, "1048577", "1048576"]),

@@ -219,3 +219,41 @@ fn plan_tells_which_engines_load_it() {
     assert_eq!(vllm["ranks"][0]["loads"], "no");
     assert_eq!(of("transformers")["ranks"], json!([{ "ranks": 1, "loads": "yes", "reason": null }]));
 }
+
+#[test]
+fn a_note_says_once_that_an_engine_does_not_load_it() {
+    let scratch = tempfile::tempdir().unwrap();
+    let model = scratch.path().join("model");
+    TinyLlama::default().write(&model);
+    for (case, options, note, engines) in [
+        (
+            "modelopt",
+            &["--format", "modelopt", "--scheme", "nvfp4a16"][..],
+            "does not load the modelopt format",
+            &["transformers"][..],
+        ),
+        (
+            "gptq-asym",
+            &["--format", "gptq", "--group-size", "32", "--asymmetric"],
+            "support only symmetric grids in the gptq format",
+            &["vLLM, CUDA", "SGLang"],
+        ),
+        (
+            "w3a16",
+            &["--scheme", "w3a16-g32"],
+            "SGLang and llama.cpp's converter do not support them",
+            &["SGLang"],
+        ),
+    ] {
+        let out = scratch.path().join(case);
+        let run = quant(quantize(&model, &out, &[&["--method", "rtn"], options].concat())).succeeded();
+        assert_eq!(run.stderr.matches(note).count(), 1, "{run}");
+        for engine in engines {
+            let again = run
+                .stderr
+                .lines()
+                .any(|line| line.contains(engine) && line.contains("does not load this as"));
+            assert!(!again, "{engine}: {run}");
+        }
+    }
+}

@@ -177,6 +177,8 @@ fn activation_aware_schemes() {
         let load =
             "`AutoModelForCausalLM.from_pretrained(\"OUT\")`, after `pip install compressed-tensors` |";
         assert!(card.contains(load), "{card}");
+        let text = " in 4 windows of 128 from the text `builtin`, seed 0; SHA-256 of the tokens: `";
+        assert!(card.contains(text), "{card}");
         let report = read_json(out.join("quant_report.json"));
         assert_eq!(report["calibration"]["samples"], 4);
         let ratios = report["tensors"].as_array().unwrap().iter().filter(|t| t["ratio"].is_number()).count();

@@ -138,6 +138,20 @@ fn reports_show_what_was_measured() {
         "schema = \"quant-gate-policy/1\"\n[[cap]]\nmetric = \"kl_p99\"\nat_most = 1e-9\n",
     )
     .unwrap();
+    let page = at("compared.html");
+    let eval = args!["eval", at("w3"), "--reference", demo_model(), "--text", &text, "--window", "64"];
+    quant(eval.into_iter().chain(args!["--compare", &result, "--report", &page])).succeeded();
+    let page = std::fs::read_to_string(page).unwrap();
+    let (_, compared) = page.split_once("Compared runs").unwrap();
+    assert_eq!(compared.matches("data-label=\"method\">rtn<").count(), 2, "{compared}");
+    // In a narrow window, a row becomes a card, in which every value has its label.
+    assert!(compared.contains("<table class=\"cards labelled\">"), "{compared}");
+    let hint = "add --reference FLOAT, the model before quantization";
+    for (model, hinted) in [(at("w3"), true), (demo_model(), false)] {
+        let run = quant(args!["eval", model, "--text", &text, "--window", "64"]).succeeded();
+        assert_eq!(run.stdout.contains(hint), hinted, "{run}");
+    }
+
     quant(args!["gate", &result, "--baseline", at("baseline.json"), "--update"]).succeeded();
     let (policy, baseline, html) = (at("gate.toml"), at("baseline.json"), at("gate.html"));
     let run = quant(args!["gate", &result, "--policy", policy, "--baseline", baseline, "--report", &html]);

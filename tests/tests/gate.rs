@@ -230,10 +230,32 @@ fn ci_systems_are_notified() {
     ] {
         assert!(markdown.contains(part), "no `{part}` in {markdown}");
     }
-    assert!(run.stderr.contains("since the baseline, scheme: was w4a16-g64-sym, is w3a16-g64-sym"), "{run}");
-    let marks = run.stderr.lines().filter(|l| l.starts_with("::error file=")).count();
-    assert_eq!(marks, failed, "{run}");
-    assert!(run.stderr.contains(",line=3,"), "{run}");
+    let (w4, w3) = (bench.at("w4"), bench.at("w3"));
+    let causes = format!(
+        "; since the baseline, model: was {}, is {}; scheme: was w4a16-g64-sym, is w3a16-g64-sym",
+        w4.display(),
+        w3.display()
+    );
+    let marks: Vec<&str> = run.stderr.lines().filter(|l| l.starts_with("::error file=")).collect();
+    assert!(marks.len() == failed && marks.iter().all(|mark| mark.contains(&causes)), "{run}");
+    assert!(
+        marks[1].contains(",line=8,title=accuracy gate%3A held%2C kl against baseline%3A fail::"),
+        "{run}"
+    );
+    assert_eq!(xml.matches("since the baseline, model: was ").count(), failed, "{xml}");
+
+    // The instruction set is listed where it has changed.
+    let mut scalar = command(args!["eval", &w4, "--reference", demo_model()]);
+    std::fs::create_dir(bench.at("scalar")).unwrap();
+    scalar.arg(format!("--json={}", bench.result("scalar").display())).args(TEXT).env("QUANT_ISA", "scalar");
+    Running::start(scalar).wait().succeeded();
+    let capped = bench.at("tight.toml");
+    std::fs::write(&capped, POLICY.replace("at_most = 1.0", "at_most = 1e-6")).unwrap();
+    let mut gate = command(args!["gate", bench.result("scalar"), "--policy", &capped]);
+    gate.arg("--baseline").arg(bench.at("baseline.json")).env("GITHUB_ACTIONS", "true");
+    let run = Running::start(gate).wait();
+    assert!(run.stderr.contains("; since the baseline, program: was quant "), "{run}");
+    assert!(run.stderr.contains(", scalar\n"), "{run}");
 }
 
 /// The table of changes calls a difference better or worse only if it is significant, and decides nothing.
@@ -292,6 +314,10 @@ fn results_are_compared() {
     check_message("the same file twice", &twice, 2, &["w8.json was given twice"]);
     let run = quant(args!["compare", &named[1], &named[2], &named[0]]).succeeded();
     assert!(run.stdout.contains("\nClosest to the reference: w8, with a mean KL of "), "{run}");
+    assert!(
+        run.stdout.contains(" nats; significantly closer than w4 with ") && run.stdout.contains("5 % level"),
+        "{run}"
+    );
     let json = quant(args!["compare", &named[1], &named[2], "--json"]).json();
     assert_eq!((&json["schema"], &json["rows"][1]["result"]), (&json!("quant-compare/1"), &json!("w3")));
     assert_eq!(json["rows"][0]["method"], "rtn");
@@ -371,17 +397,28 @@ fn nothing_that_is_missing_or_broken_passes() {
     broken(
         "another text",
         &set("/text/sha256", json!("0".repeat(64))),
-        &["the text of `held` differs", "--update"],
+        &["the text of `held` differs: `builtin-heldout`, with SHA-256 ", "restore the former", "--update"],
     );
+    let other_text = |r: &mut Value| {
+        r["text"]["name"] = json!("my.txt");
+        r["text"]["sha256"] = json!("0".repeat(64));
+    };
+    let named = "the text of `held` differs: `builtin-heldout` in the baseline, `my.txt` now\n  measure with \
+                 --text builtin-heldout; if the change is intended, create a new baseline with --update";
+    broken("a text with a different name", &other_text, &[named]);
     broken("another tokenizer", &set("/tokenizer_sha256", json!("0".repeat(64))), &["the tokenizer of"]);
     broken("other tokens", &set("/tokens_sha256", json!("0".repeat(64))), &["the tokenization of"]);
     let mut fewer = args!["eval", bench.at("w4"), "--reference", demo_model()];
     fewer.push(format!("--json={}", at("held.json").display()).into());
     fewer.extend(TEXT.map(|word| if word == "24" { "4" } else { word }.into()));
     quant(fewer).succeeded();
-    let expected = ["the number of windows of `held` differs: 24 in the baseline, 4 now"];
+    let expected = ["the number of windows of `held` differs: 24 in the baseline, 4 now", "--windows 24"];
     judge("fewer windows", &at("held.json"), &baseline, 4, &expected);
-    broken("another rule", &set("/profile", json!("gptq-65")), &["the profile of"]);
+    broken(
+        "another rule",
+        &set("/profile", json!("gptq-65")),
+        &["the profile of", "with --profile gptq-64;"],
+    );
     broken("another reference", &set("/reference/sha256", json!("0".repeat(64))), &["a different reference"]);
     broken("a newer result", &set("/schema", json!("quant-eval/9")), &["quant-eval/9"]);
     broken("no schema", &|r| drop(r.as_object_mut().unwrap().remove("schema")), &["has no field `schema`"]);

@@ -192,8 +192,12 @@ fn prompts_come_from_files_and_standard_input() {
     assert_eq!(bench.with_input(&options, b"Once\n").json()["tokens"], expected);
     let run = bench.with_input(&options, b"\xff");
     check_message("not text", &run, 4, &["standard input", "not UTF-8 at byte 0"]);
-    let run = bench.with_input(&options, b"");
-    check_message("nothing", &run, 2, &["the prompt is empty"]);
+    let nothing = quant(args!["generate", bench.model(), "--prompt", ""]);
+    check_message("nothing", &nothing, 2, &["the prompt is empty"]);
+    for options in [&["generate"][..], &["generate", "--prompt-file", "-"], &["generate", "--json"]] {
+        let run = bench.with_input(options, b"");
+        check_message("no input", &run, 2, &["standard input is empty", "--prompt TEXT"]);
+    }
 }
 
 #[test]

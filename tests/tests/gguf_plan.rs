@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use quant_tests::args;
 use quant_tests::files::hashes;
 use quant_tests::models::TinyLlama;
 use quant_tests::program::{Run, quant};
 use quant_tests::refusal::check_message;
+use quant_tests::{args, demo_model};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -144,4 +144,31 @@ fn plans_name_memory_and_disk_space() {
         2,
         &["IQ2_XS of `blk.0.ffn_up.weight` needs an importance matrix", "--calibration"],
     );
+}
+
+/// The size includes the tokenizer. Files with an importance matrix that the run computes have some more metadata.
+#[test]
+fn the_size_of_the_file_is_predicted() {
+    let scratch = tempfile::tempdir().unwrap();
+    let out = scratch.path().join("out.gguf");
+    for (scheme, calibration) in [("q8_0", false), ("q4_k_m", true)] {
+        let options = ["--format", "gguf", "--scheme", scheme].map(Into::into);
+        let plan = quant(args!["plan", demo_model(), "--json"].into_iter().chain(options.clone())).json();
+        let mut quantize = args!["quantize", demo_model(), "-o", &out, "--force"];
+        quantize.extend(options.clone());
+        if calibration {
+            quantize.extend(args!["--calibration", "builtin", "--samples", "2", "--seq-len", "128"]);
+        }
+        quant(quantize).succeeded();
+        let (written, tensors) = (std::fs::metadata(&out).unwrap().len(), bytes(&plan, "output_bytes"));
+        let predicted = bytes(&plan, "file_bytes");
+        let more = if calibration { 1024 } else { 0 };
+        assert!(predicted <= written && written <= predicted + more, "{scheme}: {predicted} of {written}");
+        assert!(predicted > tensors + 10_000, "{scheme}: {predicted}, tensors {tensors}");
+        assert_eq!(plan["engines"][0]["engine"], "llama.cpp");
+
+        let text = quant(args!["plan", demo_model()].into_iter().chain(options)).succeeded().stdout;
+        assert!(text.contains("\nloads in llama.cpp ") && text.contains(" of memory and "), "{text}");
+        assert_eq!(text.matches(" on this machine").count(), 2, "{text}");
+    }
 }

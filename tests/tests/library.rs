@@ -242,7 +242,7 @@ fn settings_of_steps_are_keys_of_steps() {
     let (step, key) = step_of("channel_maxima").unwrap();
     assert!(step == "smoothquant" && key.is_file && help.contains(&*worded(key.help, &CommandLine)));
     for (step, key) in known.keys() {
-        assert!(help.contains(&format!("{step}.{}: ", key.name)), "{step}.{}", key.name);
+        assert!(help.contains(&format!("{step}.{} (", key.name)), "{step}.{}", key.name);
         assert!(key.schema["description"].is_string());
     }
 }

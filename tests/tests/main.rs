@@ -8,6 +8,7 @@ mod bad_requests;
 mod book;
 mod candle;
 mod chat;
+mod ci_action;
 mod containers;
 mod end_to_end;
 mod eval_shards;

@@ -65,9 +65,22 @@ fn names_given_to_the_wrong_option() {
     ] {
         check_message(&options.join(" "), &plan(m, options), 2, &[expected]);
     }
-    check_message("no preset", &quant(args!["plan", "--print-recipe"]), 2, &["known presets: awq-w4a16, "]);
-    let printed = quant(args!["plan", "--print-recipe", "rtn-w8a16"]).succeeded();
-    assert!(printed.stdout.contains("w8a16"), "{printed}");
+    for (options, parts) in [
+        (&["rtn-w8a16"][..], ["# How weights are rounded\n", "scheme = \"w8a16"]),
+        (&[], ["# Tokens per window\n", "kind = \"awq\""]),
+        (&["gptq", "--damping", "0.05"], ["[quantize.gptq]\n", "damping = 0.05\n"]),
+        (
+            &["--method", "gptq", "--ignore", "down_proj"],
+            ["method = \"gptq\"\n", "ignore = [\"down_proj\"]\n"],
+        ),
+    ] {
+        let printed = quant([&["plan", "--print-recipe"], options].concat()).succeeded();
+        assert!(parts.iter().all(|part| printed.stdout.contains(part)), "{printed}");
+    }
+    let twice = quant(args!["plan", "--print-recipe", "gptq", "--method", "awq"]);
+    check_message("two methods", &twice, 2, &["`gptq` and `awq` cannot be combined"]);
+    let gguf = quant(args!["plan", "--print-recipe", "--format", "gguf"]);
+    check_message("a recipe of GGUF", &gguf, 2, &["there are no recipe files for --format gguf"]);
 }
 
 #[test]

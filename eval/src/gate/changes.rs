@@ -6,13 +6,16 @@ use super::{Baseline, Metric, decision};
 use crate::Evaluation;
 use crate::report::{bytes, nats, schemes};
 
+const SAME_WEIGHTS: &str = "same weights";
+
 /// One property of a result, now and in the baseline.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Change {
     /// The result's name.
     pub result: String,
-    /// The property: `model`, `reference`, `scheme`, `method`, `size`, `perplexity`, `mean KL`, `same top token`.
+    /// The property: `model`, `reference`, `scheme`, `method`, `program`, `size`, `perplexity`, `mean KL`,
+    /// `same top token`.
     pub name: &'static str,
     /// The property's value in the baseline, as text; absent without a baseline.
     pub before: Option<String>,
@@ -62,11 +65,24 @@ pub fn changes(baseline: Option<&Baseline>, results: &[(String, Evaluation)], le
     results.iter().flat_map(of).collect()
 }
 
-/// The changed scheme of a result, a likely cause of other changes: `scheme: was w4a16-g128-sym, is w4a16-g64-sym`.
-pub(super) fn cause(changes: &[Change], result: &str) -> Option<String> {
-    let scheme = changes.iter().find(|c| c.result == result && c.name == "scheme")?;
-    let before = scheme.before.as_ref().filter(|before| **before != scheme.now)?;
-    Some(format!("scheme: was {before}, is {}", scheme.now))
+/// The properties that may cause other changes.
+const CAUSES: [&str; 4] = ["model", "scheme", "method", "program"];
+
+/// Adds to the message of a check what has changed since the baseline, as a likely cause: `…; since the baseline,
+/// scheme: was w4a16-g128-sym, is w4a16-g64-sym`.
+pub(super) fn with_causes(message: &str, changes: &[Change], result: &str) -> String {
+    let changed = changes.iter().filter(|c| c.result == result && CAUSES.contains(&c.name));
+    let changed: Vec<String> = changed
+        .filter_map(|c| match (c.before.as_deref()?, c.change.as_deref()?) {
+            (_, "same" | SAME_WEIGHTS) => None,
+            (before, change) if before == c.now => Some(format!("{}: {change}", c.name)),
+            (before, _) => Some(format!("{}: was {before}, is {}", c.name, c.now)),
+        })
+        .collect();
+    match changed.is_empty() {
+        true => message.to_owned(),
+        false => format!("{message}; since the baseline, {}", changed.join("; ")),
+    }
 }
 
 fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f64) -> Vec<Change> {
@@ -80,18 +96,19 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
     if let Some(mut model) = row("model", &|e| Some(e.model.path.clone())) {
         // The same path may hold different weights.
         model.change = before.map(|b| match b.model.sha256 == now.model.sha256 {
-            true => "same weights".into(),
+            true => SAME_WEIGHTS.into(),
             false => "different weights".into(),
         });
         rows.push(model);
     }
     rows.extend(row("reference", &|e| e.reference.as_ref().map(|r| r.path.clone())).map(|mut reference| {
         // A different reference would have been an error.
-        reference.change = before.map(|_| "same weights".into());
+        reference.change = before.map(|_| SAME_WEIGHTS.into());
         reference
     }));
     rows.extend(row("scheme", &|e| Some(schemes(&e.model))));
     rows.extend(row("method", &|e| e.model.method.clone()));
+    rows.extend(row("program", &|e| Some(format!("{} {}, {}", e.tool.name, e.tool.version, e.tool.isa))));
     let numbers = [
         ("size", Metric::SizeBytes),
         ("perplexity", Metric::Perplexity),

@@ -1,6 +1,6 @@
 //! An outcome for GitHub Actions: a table for the step summary, and annotations on the policy's lines.
 
-use super::changes::cause;
+use super::changes::with_causes;
 use super::{Outcome, Verdict};
 
 /// The outcome as Markdown.
@@ -63,22 +63,19 @@ pub fn annotations(outcome: &Outcome) -> Vec<String> {
     let marked = outcome.checks.iter().filter(|c| c.verdict != Verdict::Pass);
     marked
         .map(|check| {
-            let kind = match (check.verdict, outcome.verdict) {
-                (Verdict::Fail, _) | (_, Verdict::Fail) => "error",
-                _ => "warning",
-            };
+            // If the gate as a whole does not pass, the step fails.
+            let kind = if outcome.verdict == Verdict::Pass { "warning" } else { "error" };
             format!(
                 "::{kind} file={},line={},title={}::{}",
                 property(&outcome.policy),
                 check.line,
-                property(&format!("accuracy gate: {} {}", check.result, check.verdict.name())),
-                escaped(
-                    &[Some(check.message.clone()), cause(&outcome.changes, &check.result)]
-                        .into_iter()
-                        .flatten()
-                        .collect::<Vec<_>>()
-                        .join("; since the baseline, ")
-                )
+                property(&format!(
+                    "accuracy gate: {}, {}: {}",
+                    check.result,
+                    check.name,
+                    check.verdict.name()
+                )),
+                escaped(&with_causes(&check.message, &outcome.changes, &check.result))
             )
         })
         .collect()

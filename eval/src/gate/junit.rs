@@ -3,6 +3,7 @@
 use quant_formats::{Error, Result};
 use quick_junit::{NonSuccessKind, Report, TestCase, TestCaseStatus, TestSuite};
 
+use super::changes::with_causes;
 use super::{Outcome, Verdict};
 
 /// Returns the XML. A failed check is a failure. An inconclusive one is a failure of type `inconclusive`, or is skipped
@@ -14,16 +15,17 @@ pub fn junit(outcome: &Outcome) -> Result<String> {
     let mut report = Report::new("accuracy gate");
     let mut suites: Vec<TestSuite> = Vec::new();
     for check in &outcome.checks {
+        let message = with_causes(&check.message, &outcome.changes, &check.result);
         let status = match check.verdict {
             Verdict::Pass => TestCaseStatus::success(),
             Verdict::Inconclusive if outcome.verdict == Verdict::Pass => {
                 let mut status = TestCaseStatus::skipped();
-                status.set_message(check.message.clone());
+                status.set_message(message);
                 status
             }
             Verdict::Fail | Verdict::Inconclusive => {
                 let mut status = TestCaseStatus::non_success(NonSuccessKind::Failure);
-                status.set_type(check.verdict.name()).set_message(check.message.clone());
+                status.set_type(check.verdict.name()).set_message(message);
                 status
             }
         };

@@ -206,7 +206,7 @@ pub fn judge(
         );
     }
     if let Some((baseline, path)) = baseline {
-        bind(baseline, path, results, &mut notes)?;
+        bind(baseline, path, results)?;
     }
     against_others(policy, results)?;
     let mut tests = Vec::new();
@@ -322,19 +322,15 @@ fn chosen<'a>(
 }
 
 /// Fails unless results and baseline match.
-fn bind(
-    baseline: &Baseline,
-    path: &std::path::Path,
-    results: &[(String, Evaluation)],
-    notes: &mut Vec<String>,
-) -> Result<()> {
+fn bind(baseline: &Baseline, path: &std::path::Path, results: &[(String, Evaluation)]) -> Result<()> {
     let fault = |reason: String, remedy: &str| Error::InputFile {
         path: path.to_owned(),
         line: None,
         reason,
-        remedy: remedy.into(),
+        remedy: remedy.to_owned().into(),
     };
-    let update = "measure with the settings of the baseline, or create a new baseline with ‹update›";
+    let update =
+        |measure: &str| format!("{measure}; if the change is intended, create a new baseline with ‹update›");
     if let Some(missing) = baseline.results.keys().find(|k| results.iter().all(|(n, _)| n != *k)) {
         let reason = format!("contains the result `{}`, which was not given", missing.escape_default());
         return Err(fault(
@@ -348,20 +344,9 @@ fn bind(
             return Err(fault(reason, "create a new baseline from all results with ‹update›"));
         };
         let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone()).unwrap_or_default();
-        for (what, now, then) in [
-            ("profile", &result.profile, &before.profile),
-            ("text", &result.text.sha256, &before.text.sha256),
-            ("tokenizer", &result.tokenizer_sha256, &before.tokenizer_sha256),
-            ("number of windows", &result.windows.to_string(), &before.windows.to_string()),
-            ("tokenization", &result.tokens_sha256, &before.tokens_sha256),
-        ] {
-            if now != then {
-                let reason = format!(
-                    "the {what} of `{}` differs: {then} in the baseline, {now} now",
-                    name.escape_default()
-                );
-                return Err(fault(reason, update));
-            }
+        if let Some((what, differs, remedy)) = text_differs(result, before) {
+            let reason = format!("the {what} of `{}` differs: {differs}", name.escape_default());
+            return Err(fault(reason, &update(&remedy)));
         }
         let cache = |m: &ModelIdentity| m.kv_cache.map_or_else(|| "floats".to_owned(), |kv| kv.to_string());
         let caches = |e: &Evaluation| (cache(&e.model), e.reference.as_ref().map(&cache).unwrap_or_default());
@@ -371,33 +356,85 @@ fn bind(
                 let name = name.escape_default();
                 let reason =
                     format!("the {whose}KV cache of `{name}` differs: {then} in the baseline, {now} now");
-                return Err(fault(
-                    reason,
-                    "measure with the same ‹kv›, or create a new baseline with ‹update›",
-                ));
+                return Err(fault(reason, &update("measure with the same ‹kv›")));
             }
         }
         if result.window_tokens != before.window_tokens {
             return Err(fault(
                 format!("the windows of `{}` differ from those in the baseline", name.escape_default()),
-                update,
+                &update("measure with the settings of the baseline"),
             ));
         }
         if reference(result) != reference(before) {
+            let path = |e: &Evaluation| match &e.reference {
+                Some(reference) => shown_path(&reference.path),
+                None => "none".to_owned(),
+            };
+            let (then, now) = (path(before), path(result));
+            let weights = if then == now { " with different weights" } else { "" };
             let reason = format!(
-                "`{}` was measured with a different reference than in the baseline, or without one",
+                "`{}` was measured with a different reference than in the baseline: {then} in the baseline, {now} \
+                 now{weights}",
                 name.escape_default()
             );
-            return Err(fault(reason, update));
-        }
-        if result.tool.version != before.tool.version || result.tool.isa != before.tool.isa {
-            notes.push(format!(
-                "{name}: measured by version {} with {}; the baseline by version {} with {}",
-                result.tool.version, result.tool.isa, before.tool.version, before.tool.isa
-            ));
+            let measure = match &before.reference {
+                Some(reference) => format!("measure with ‹reference={}›", reference.path.escape_default()),
+                None => "measure without ‹reference›".to_owned(),
+            };
+            return Err(fault(reason, &update(&measure)));
         }
     }
     Ok(())
+}
+
+/// Compares the text of a result, and how it is cut into windows, with those of the baseline. Returns what differs,
+/// how, and what to do.
+fn text_differs(now: &Evaluation, then: &Evaluation) -> Option<(&'static str, String, String)> {
+    let both = |then: &str, now: &str| format!("{then} in the baseline, {now} now");
+    let hashes = |then: &str, now: &str| format!("SHA-256 {then} in the baseline, {now} now");
+    if now.profile != then.profile {
+        let remedy = format!("measure with ‹profile={}›", then.profile.escape_default());
+        return Some(("profile", both(&then.profile, &now.profile), remedy));
+    }
+    if now.text.sha256 != then.text.sha256 {
+        let name = then.text.name.escape_default();
+        let differs = match now.text.name == then.text.name {
+            true => format!(
+                "{}, with {}",
+                shown_path(&now.text.name),
+                hashes(&then.text.sha256, &now.text.sha256)
+            ),
+            false => both(&shown_path(&then.text.name), &shown_path(&now.text.name)),
+        };
+        let remedy = match now.text.name == then.text.name {
+            true => format!("restore the former {name}, and measure again"),
+            false => format!("measure with ‹text={name}›"),
+        };
+        return Some(("text", differs, remedy));
+    }
+    if now.tokenizer_sha256 != then.tokenizer_sha256 {
+        let remedy =
+            format!("use the tokenizer of {}, the model of the baseline", shown_path(&then.model.path));
+        return Some(("tokenizer", hashes(&then.tokenizer_sha256, &now.tokenizer_sha256), remedy));
+    }
+    if now.windows != then.windows {
+        let remedy = format!("measure with ‹windows={}›", then.windows);
+        return Some((
+            "number of windows",
+            both(&then.windows.to_string(), &now.windows.to_string()),
+            remedy,
+        ));
+    }
+    (now.tokens_sha256 != then.tokens_sha256).then(|| {
+        let remedy =
+            "measure with the tokenizer_config.json and the version of quant of the baseline".to_owned();
+        ("tokenization", hashes(&then.tokens_sha256, &now.tokens_sha256), remedy)
+    })
+}
+
+/// A path or name in a message.
+fn shown_path(path: &str) -> String {
+    format!("`{}`", path.escape_default())
 }
 
 /// Also returns the p-value, for Holm's procedure.

@@ -121,18 +121,22 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
         .collect();
     html! {
         (svg::points("Divergence and size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
-        div.wide { table {
-            tr { th { "" } th.name { "result" } th.name { "scheme" } th { "bits" } th { "size" } th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" } }
+        div.wide { table.cards.labelled {
+            tr {
+                th { "" } th.text { "result" } th.text { "scheme" } th.text { "method" } th { "bits" } th { "size" }
+                th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" }
+            }
             @for (number, ((name, e, c), point)) in compared.iter().zip(&points).enumerate() {
                 tr {
                     td { (number + 1) }
-                    td.name { (name) }
-                    td.name { (schemes(&e.model)) }
-                    td { (bits(&e.model)) }
-                    td { (bytes(e.model.size_bytes)) }
-                    td { (format!("{:.3}", e.scores.perplexity)) }
-                    td { (nats_of(c.kl)) }
-                    td { (format!("{:.4}", c.top1_agreement)) }
+                    td.text.names { (breakable(name)) }
+                    td.text data-label="scheme" { (breakable(&schemes(&e.model))) }
+                    td.text data-label="method" { (e.model.method.as_deref().unwrap_or("–")) }
+                    td data-label="bits" { (bits(&e.model)) }
+                    td data-label="size" { (bytes(e.model.size_bytes)) }
+                    td data-label="perplexity" { (format!("{:.3}", e.scores.perplexity)) }
+                    td data-label="mean KL" { (nats_of(c.kl)) }
+                    td data-label="same top token" { (format!("{:.4}", c.top1_agreement)) }
                     td.name { @if point.marked && points.len() > 1 { "Pareto-optimal" } }
                 }
             }
@@ -160,12 +164,14 @@ pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
     let (best, next) = (compared[found.index].0, compared[found.next].0);
     Some(match found.clear {
         true => format!(
-            "Closest to the reference: {best}, with a mean KL of {} nats; next is {next} with {}.",
+            "Closest to the reference: {best}, with a mean KL of {} nats; significantly closer than {next} with {} \
+             (at the 5 % level, by a paired test over windows).",
             kl(found.index),
             kl(found.next)
         ),
         false => format!(
-            "Closest to the reference: {best}, but not significantly closer than {next} (mean KL {} and {} nats).",
+            "Closest to the reference: {best}, but not significantly closer than {next} (mean KL {} and {} nats; at \
+             the 5 % level, by a paired test over windows).",
             kl(found.index),
             kl(found.next)
         ),

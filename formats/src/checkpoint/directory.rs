@@ -4,12 +4,15 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
-use super::input_file::{Lookup, Root, placeholder, read_capped};
+use super::input_file::{
+    Lookup, PLACEHOLDER_BYTES, Placeholder, Root, open_regular, placeholder, read_capped,
+};
 use super::names::printable;
 use super::{ConfigFields, ShardedCheckpoint, WeightFiles, strict_json};
 use crate::worker::TextWorkers;
@@ -258,19 +261,26 @@ impl ModelDirectory {
 }
 
 fn read_config(root: &Root, path: &Path) -> Result<Map<String, Value>> {
-    let broken =
-        |reason: String| Error::Config { path: path.to_owned(), field: CONFIG.into(), reason, remedy: None };
+    let fault = |reason: String, remedy: Option<&str>| Error::Config {
+        path: path.to_owned(),
+        field: CONFIG.into(),
+        reason,
+        remedy: remedy.map(Into::into),
+    };
+    let broken = |reason: String| fault(reason, None);
+    const DOWNLOAD: &str = "download config.json from where the weights come from, at the same revision, into the \
+        same directory";
     let real = match root.lookup(CONFIG)? {
         Lookup::File(real) => real,
-        Lookup::Absent => return Err(broken("is missing".into())),
+        Lookup::Absent => return Err(fault("is missing".into(), Some(DOWNLOAD))),
         Lookup::Dangling => {
-            return Err(broken("is a broken link; the download is incomplete".into()));
+            return Err(fault("is a broken link; the download is incomplete".into(), Some(DOWNLOAD)));
         }
         Lookup::Refused(reason) => return Err(broken(reason)),
     };
     let bytes = read_capped(&real, path, MAX_CONFIG_BYTES)?.map_err(broken)?;
-    if let Some(reason) = placeholder(&bytes) {
-        return Err(broken(reason.into()));
+    if let Some(found) = placeholder(&bytes) {
+        return Err(fault(found.to_string(), Some(found.remedy())));
     }
     match strict_json::parse(&bytes) {
         Ok(Value::Object(map)) => Ok(map),
@@ -289,7 +299,10 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
                 "{} is not copied, because its name differs from that of another file only in case",
                 printable(name)
             )),
-            Lookup::File(real) => found.push(Sidecar { path: root.join(name), real, contents: None }),
+            Lookup::File(real) => match placeholder_at(&real, &root.join(name), name)? {
+                Some(what) => warnings.push(format!("{} {what}; it is not copied", printable(name))),
+                None => found.push(Sidecar { path: root.join(name), real, contents: None }),
+            },
             Lookup::Absent => {}
             Lookup::Dangling => {
                 warnings.push(format!("{} is a broken link; it is not copied", printable(name)))
@@ -300,6 +313,17 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
         }
     }
     Ok(found)
+}
+
+/// Returns what lies in place of a JSON file. The files of the tokenizer are checked where they are read.
+fn placeholder_at(real: &Path, shown: &Path, name: &str) -> Result<Option<Placeholder>> {
+    if !name.ends_with(".json") || [TOKENIZER, "tokenizer_config.json"].contains(&name) {
+        return Ok(None);
+    }
+    let mut start = Vec::new();
+    let read = open_regular(real, shown)?.take(PLACEHOLDER_BYTES as u64).read_to_end(&mut start);
+    read.map_err(|e| Error::io("read", shown, e))?;
+    Ok(placeholder(&start))
 }
 
 /// Whether a file of this name accompanies a model.

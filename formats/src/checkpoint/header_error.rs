@@ -1,6 +1,6 @@
 //! The rules of a safetensors header that a file can violate.
 
-use super::Dtype;
+use super::{Dtype, Placeholder};
 
 /// A violated rule of the format. Names are shown with control characters escaped.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -19,7 +19,7 @@ pub enum HeaderError {
     },
     /// The file is a Git LFS pointer or an HTML page.
     #[error("the file {0}")]
-    Placeholder(&'static str),
+    Placeholder(Placeholder),
     /// The header exceeds the maximum length.
     #[error("the header length is {declared} bytes; the limit is {limit}")]
     HeaderTooLarge {
@@ -189,6 +189,16 @@ pub enum HeaderError {
         /// Length that the header implies.
         need: u64,
     },
+}
+
+impl HeaderError {
+    /// What lies in place of the file, if it is not a safetensors file at all.
+    pub fn placeholder(&self) -> Option<Placeholder> {
+        match self {
+            Self::Placeholder(found) => Some(*found),
+            _ => None,
+        }
+    }
 }
 
 fn known_dtypes() -> String {

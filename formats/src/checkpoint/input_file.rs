@@ -50,7 +50,11 @@ impl Root {
             Err(e) => return Err(Error::io("open", path, e)),
         };
         if let Some(reason) = reason {
-            return Err(Error::NoCheckpoint { path: path.to_owned(), reason: reason.to_owned() });
+            return Err(Error::NoCheckpoint {
+                path: path.to_owned(),
+                reason: reason.to_owned(),
+                remedy: None,
+            });
         }
         let real = path.canonicalize().map_err(|e| Error::io("open", path, e))?;
         let blobs = cache_blobs(&real);
@@ -186,15 +190,42 @@ pub fn read_capped(real: &Path, shown: &Path, cap: u64) -> Result<Result<Vec<u8>
 
 pub(crate) const PLACEHOLDER_BYTES: usize = 64;
 
-/// Recognizes a Git LFS pointer or an HTML page, which an incomplete download may leave in place of a file. Returns the
-/// end of a sentence that begins with the file.
-pub fn placeholder(start: &[u8]) -> Option<&'static str> {
+/// What an incomplete download may leave in place of a file. It is shown as the end of a sentence that begins with the
+/// file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Placeholder {
+    /// A pointer to the file in Git's large file storage.
+    #[error("is a Git LFS pointer, not the file itself")]
+    LfsPointer,
+    /// A page of a site.
+    #[error("is an HTML page, not the file itself")]
+    Page,
+}
+
+impl Placeholder {
+    /// What the user can do.
+    pub fn remedy(self) -> &'static str {
+        match self {
+            Self::LfsPointer => {
+                "fetch the files with `git lfs pull`, or download the model with `hf download`"
+            }
+            Self::Page => {
+                "the download gave a page of the site, for example to sign in: download the file again, for example \
+                with `hf download`"
+            }
+        }
+    }
+}
+
+/// Recognizes a placeholder by its first bytes.
+pub fn placeholder(start: &[u8]) -> Option<Placeholder> {
     let start = start.trim_ascii_start();
     let begins = |word: &[u8]| start.len() >= word.len() && start[..word.len()].eq_ignore_ascii_case(word);
     if begins(b"version https://git-lfs") {
-        return Some("is a Git LFS pointer, not the file itself; `git lfs pull` fetches the file");
+        return Some(Placeholder::LfsPointer);
     }
-    (begins(b"<!doctype html") || begins(b"<html")).then_some("is an HTML page, not the file itself")
+    (begins(b"<!doctype html") || begins(b"<html")).then_some(Placeholder::Page)
 }
 
 /// Fills `buffer` with the bytes at `offset`, continuing after interrupts and short reads.

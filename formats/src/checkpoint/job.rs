@@ -156,7 +156,7 @@ impl Job {
     pub(crate) fn read_record(&self) -> Result<Option<Value>> {
         let path = self.path.join(RECORD);
         let damaged = |reason: String| {
-            let remedy = "run without ‹resume› to start over";
+            let remedy = "run with ‹force› and without ‹resume› to start over";
             Error::usage(format!("{} is damaged: {reason}", path.display()), remedy)
         };
         match path.symlink_metadata() {

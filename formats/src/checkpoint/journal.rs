@@ -34,6 +34,12 @@ pub(crate) struct Entries {
     pub(crate) records: BTreeMap<String, Box<str>>,
 }
 
+impl Entries {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tensors.is_empty() && self.records.is_empty()
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Line {

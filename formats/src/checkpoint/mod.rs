@@ -33,6 +33,8 @@ mod manifest;
 mod memory;
 mod names;
 #[cfg(feature = "write")]
+mod options;
+#[cfg(feature = "write")]
 mod overlap;
 #[cfg(feature = "write")]
 mod prepared;
@@ -72,7 +74,7 @@ pub use header_text::HeaderText;
 pub use identity::file_blake3;
 #[cfg(feature = "write")]
 pub use identity::file_sha256;
-pub use input_file::{open_regular, placeholder, read_capped, read_exact_at};
+pub use input_file::{Placeholder, open_regular, placeholder, read_capped, read_exact_at};
 #[cfg(feature = "write")]
 pub use layout::{PlacedTensor, ShardFile, ShardLayout};
 #[cfg(feature = "write")]
@@ -80,6 +82,8 @@ pub use manifest::{PublishedFile, VerifiedFiles, verify_checkpoint};
 pub use memory::{MemorySink, MemorySource};
 pub use names::printable;
 pub use names::{is_unprintable, printable_lines};
+#[cfg(feature = "write")]
+pub use options::{Resume, WriteOptions};
 #[cfg(feature = "write")]
 pub use overlap::refuse_overlap;
 #[cfg(feature = "write")]
@@ -98,4 +102,4 @@ pub use tensor_io::{
     require_weight_float,
 };
 #[cfg(feature = "write")]
-pub use writer::{CheckpointWriter, WriteOptions};
+pub use writer::CheckpointWriter;

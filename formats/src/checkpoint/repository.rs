@@ -51,6 +51,7 @@ pub fn shards_of_index(directory: &Path) -> Result<Vec<String>> {
         return Err(Error::NoCheckpoint {
             path: directory.to_owned(),
             reason: format!("{INDEX} is missing"),
+            remedy: None,
         });
     };
     let broken = |reason: String| Error::Index { path: shown.clone(), reason };

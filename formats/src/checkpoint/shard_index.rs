@@ -29,8 +29,8 @@ impl ShardIndex {
     /// # Errors
     /// A description of the problem that names the field.
     pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        if let Some(reason) = placeholder(bytes) {
-            return Err(reason.into());
+        if let Some(found) = placeholder(bytes) {
+            return Err(found.to_string());
         }
         let text = std::str::from_utf8(bytes)
             .map_err(|e| format!("is not valid UTF-8 at byte {}", e.valid_up_to()))?;

@@ -88,7 +88,7 @@ impl ShardedCheckpoint {
         let (shard, header) = Shard::open(root.join(SINGLE), real)?;
         if header.tensors.is_empty() {
             let reason = format!("{SINGLE} contains no tensors");
-            return Err(Error::NoCheckpoint { path: root.path().to_owned(), reason });
+            return Err(Error::NoCheckpoint { path: root.path().to_owned(), reason, remedy: None });
         }
         let tensors = header
             .tensors
@@ -250,7 +250,7 @@ pub(crate) fn weight_file(root: &Root, name: &str) -> Result<Option<PathBuf>> {
         Lookup::Dangling => incomplete_download(name),
         Lookup::Refused(reason) => format!("{name} {reason}"),
     };
-    Err(Error::NoCheckpoint { path: root.path().to_owned(), reason })
+    Err(Error::NoCheckpoint { path: root.path().to_owned(), reason, remedy: None })
 }
 
 fn incomplete_download(names: &str) -> String {
@@ -359,9 +359,33 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         .filter(|e| e.ends_with(".safetensors") || e.ends_with(".gguf"))
         .map(String::as_str)
         .collect();
+    let adapter =
+        entries.iter().find(|e| ["adapter_config.json", "adapter_model.safetensors"].contains(&e.as_str()));
+    if let (Some(adapter), true) = (adapter, other.iter().all(|e| e.starts_with("adapter_"))) {
+        return Error::NoCheckpoint {
+            path,
+            reason: format!("it is a LoRA adapter ({adapter}) without its base model"),
+            remedy: Some(
+                "merge the adapter into its base model first: load both with peft, then call `merge_and_unload()` and \
+                 `save_pretrained()`"
+                    .into(),
+            ),
+        };
+    }
     if !other.is_empty() {
-        let reason = format!("it has neither {SINGLE} nor {INDEX}, only {}", listed(other, 8));
-        return Error::NoCheckpoint { path, reason };
+        let reason =
+            format!("it has neither {SINGLE} nor {INDEX}, only {}", listed(other.iter().copied(), 8));
+        let remedy = match () {
+            () if other.iter().any(|e| e.ends_with(".gguf")) => "give the path of the GGUF file".to_owned(),
+            () if other.iter().any(|e| e.contains("-of-")) => format!(
+                "download {INDEX}, which lists the shards, from where the shards come from, at the same revision"
+            ),
+            () => format!(
+                "download the checkpoint that transformers loads, with config.json and {SINGLE}, or with {INDEX} and \
+                 its shards"
+            ),
+        };
+        return Error::NoCheckpoint { path, reason, remedy: Some(remedy.into()) };
     }
     let pickles: Vec<String> = entries
         .iter()
@@ -379,7 +403,7 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
                 listed(within, 8)
             ),
         };
-        return Error::NoCheckpoint { path, reason };
+        return Error::NoCheckpoint { path, reason, remedy: None };
     }
     Error::PickleOnly { path, files: pickles }
 }

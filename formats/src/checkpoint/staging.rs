@@ -5,14 +5,15 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use super::ShardLayout;
 use super::differences::Differences;
 use super::file_system::{FileSystem, StagedFile, failure, remove_if_present};
 use super::input_file::read_exact_at;
 use super::job::{Job, parent_of};
-use super::journal::WriteJournal;
+use super::journal::{Entries, WriteJournal};
 use super::layout::ShardFile;
+use super::options::{Resume, WriteOptions};
 use super::seal::equal_unsealed;
-use super::{ShardLayout, WriteOptions};
 use crate::digest::hex;
 use crate::{Error, Result, system};
 
@@ -114,30 +115,60 @@ pub(crate) fn record(options: &WriteOptions, layout: &ShardLayout) -> Result<Val
     serde_json::from_str(&record.to_string()).map_err(|e| Error::Internal(format!("job record: {e}")))
 }
 
-pub(crate) fn refuse_differences(job: &Path, was: &Value, is: &Value) -> Result<()> {
+/// Returns the finished work of an earlier run that this one resumes.
+///
+/// # Errors
+/// [`Error::Usage`] if the earlier run had a different request, and its work may not be discarded.
+pub(crate) fn unfinished(job: &Job, record: &Value, options: &WriteOptions) -> Result<Option<Entries>> {
+    if options.resume == Resume::Never {
+        return Ok(None);
+    }
+    let fault = match job.read_record() {
+        Ok(None) => return Ok(None),
+        Ok(Some(stored)) => different(job.path(), &stored, record),
+        Err(Error::Usage { message, .. }) => Some((message, "")),
+        Err(error) => return Err(error),
+    };
+    let required = options.resume == Resume::Required;
+    if fault.is_some() && options.force && !required {
+        return Ok(None);
+    }
+    let entries = WriteJournal::load(&job.journal())?;
+    match fault {
+        _ if !required && entries.is_empty() => Ok(None),
+        None => Ok(Some(entries)),
+        Some((message, remedy)) => {
+            let start_over = match required {
+                true => "run with ‹force› and without ‹resume› to start over",
+                false => "run with ‹force› to discard its finished work and start over",
+            };
+            Err(Error::usage(message, format!("{remedy}{start_over}")))
+        }
+    }
+}
+
+/// Compares a request with that of an interrupted run. Returns the differences, if there are any, and how to continue
+/// that run.
+fn different(job: &Path, was: &Value, is: &Value) -> Option<(String, &'static str)> {
     const MAX_LISTED: usize = 8;
     if was == is {
-        return Ok(());
+        return None;
     }
     let Differences { lines, program } = Differences::new(was, is);
     let mut list = lines.iter().take(MAX_LISTED).map(|d| format!("\n  {d}")).collect::<String>();
     if lines.len() > MAX_LISTED {
         list.push_str(&format!("\n  and {} more", lines.len() - MAX_LISTED));
     }
-    if program {
-        return Err(Error::usage(
-            format!(
-                "the interrupted run in {} used a different build or instruction set:{list}",
-                job.display()
-            ),
-            "resume with the executable, processor and QUANT_ISA of the interrupted run, or run without ‹resume› to \
-             start over",
-        ));
-    }
-    Err(Error::usage(
-        format!("the interrupted run in {} used different inputs or settings:{list}", job.display()),
-        "run with the settings of the interrupted run, or without ‹resume› to start over",
-    ))
+    let (what, remedy) = match program {
+        true => (
+            "a different build or instruction set",
+            "resume it with the executable, processor and QUANT_ISA that it used, or ",
+        ),
+        false => {
+            ("different inputs or settings", "run with the settings of the interrupted run to resume it, or ")
+        }
+    };
+    Some((format!("the interrupted run in {} used {what}:{list}", job.display()), remedy))
 }
 
 /// Fails if the files and 2 % more do not fit. Files of an earlier run in the job directory count as free space.

@@ -18,64 +18,23 @@ use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault};
 use super::job::{Job, job_path, parent_of, refuse_within_job};
 use super::journal::{Entries, WriteJournal};
-use super::layout::{DEFAULT_SHARD_BYTES, ShardFile};
+use super::layout::ShardFile;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
 use super::names::printable;
+use super::options::{Resume, WriteOptions};
 use super::overlap::resolve;
 use super::prepared::Prepared;
 use super::progress::{Hashed, Progress};
 use super::publish::{Published, ReplacePolicy, check_target};
 use super::shards::INDEX;
-use super::staging::{Staged, check_space, create_parents, record, refuse_differences, restage, stage};
+use super::staging::{Staged, check_space, create_parents, record, restage, stage, unfinished};
 use super::verify::{each_chunk, sealed, tensor_digest, verify_file, verify_shard};
-use super::{Archive, SafetensorsDirectory, ShardLayout, Sidecar, TensorSink, TensorSpec};
+use super::{ShardLayout, Sidecar, TensorSink, TensorSpec};
 use crate::progress::timed;
 use crate::wording::counted;
 use crate::{CancelToken, Error, Event, Observer, Result, Silent, allocate};
 
 const PIECE: usize = 1 << 20;
-
-/// How a checkpoint is written.
-#[derive(Debug, Clone)]
-pub struct WriteOptions {
-    /// Replace an existing checkpoint. It stays until the new one is complete and verified.
-    pub force: bool,
-    /// Resume an interrupted job, if there is one.
-    pub resume: bool,
-    /// Maximum bytes of tensor data per shard; a larger tensor gets a shard of its own.
-    pub max_shard_bytes: u64,
-    /// Bytes of the files that will be added to the shards, as far as known, for the check of the disk space.
-    pub companion_bytes: u64,
-    /// Identifies the input of the tensors: a resumed job must have started with the same fingerprint.
-    pub fingerprint: Value,
-    /// The version that the manifest names.
-    pub tool_version: String,
-    /// The file format to write.
-    pub archive: Arc<dyn Archive>,
-    /// Whether the target is the single file that the archive writes, without other files or a manifest.
-    pub single_file: bool,
-}
-
-impl Default for WriteOptions {
-    fn default() -> Self {
-        Self {
-            force: false,
-            resume: false,
-            max_shard_bytes: DEFAULT_SHARD_BYTES,
-            companion_bytes: 0,
-            fingerprint: Value::Null,
-            tool_version: env!("CARGO_PKG_VERSION").into(),
-            archive: Arc::new(SafetensorsDirectory),
-            single_file: false,
-        }
-    }
-}
-
-impl WriteOptions {
-    fn place(&self) -> ReplacePolicy {
-        ReplacePolicy::new(self.force, self.single_file.then(|| self.archive.clone()))
-    }
-}
 
 /// Writes a checkpoint. The target does not change before [`CheckpointWriter::publish`].
 ///
@@ -139,8 +98,8 @@ impl CheckpointWriter {
     ///
     /// # Errors
     /// - [`Error::OutputExists`]: the target exists and `force` is not set. Nothing was created.
-    /// - [`Error::Usage`]: the target may not be replaced, or `resume` is set and the
-    ///   interrupted job had a different request; the differing fields are listed.
+    /// - [`Error::Usage`]: the target may not be replaced, or the interrupted job had a different request and may not be
+    ///   discarded (see [`Resume`]); the differing fields are listed.
     /// - [`Error::Locked`]: another writer works on the same target.
     /// - [`Error::DiskFull`]: the files and 2 % more do not fit.
     /// - [`Error::Internal`]: the name or the shape of a tensor is invalid.
@@ -174,15 +133,13 @@ impl CheckpointWriter {
         let record = record(&options, &layout)?;
         // The fingerprint lists the scheme of every linear, and is in the record from here on.
         let options = WriteOptions { fingerprint: Value::Null, ..options };
-        let stored = if options.resume { job.read_record()? } else { None };
-        if let Some(stored) = &stored {
-            refuse_differences(job.path(), stored, &record)?;
-            return Self::resume(fs, job, layout, options, place);
+        if let Some(claimed) = unfinished(&job, &record, &options)? {
+            return Self::resume(fs, job, layout, options, place, claimed);
         }
         job.clear(&*fs)?;
         match stage(&*fs, &job, &layout, &record) {
             Ok((shards, journal)) => {
-                let resumes = options.resume;
+                let resumes = options.resume == Resume::Required;
                 let mut writer = Self::assemble(fs, job, layout, options, place, shards, journal);
                 if resumes {
                     writer.notes.push("there is nothing to resume: the run starts from the beginning".into());
@@ -235,9 +192,9 @@ impl CheckpointWriter {
         layout: ShardLayout,
         options: WriteOptions,
         place: ReplacePolicy,
+        claimed: Entries,
     ) -> Result<Self> {
         let shards = restage(&*fs, &job, &layout)?;
-        let claimed = WriteJournal::load(&job.journal())?;
         let mut held = BTreeMap::new();
         let mut lost = Vec::new();
         for (name, hash) in claimed.tensors {
@@ -255,11 +212,12 @@ impl CheckpointWriter {
         writer.records = entries.records;
         writer.is_resumed = true;
         let held = entries.tensors;
-        writer.notes.push(format!(
-            "resumed: {} of {} tensors of the output are complete",
-            held.len(),
-            writer.count()
-        ));
+        let mut note =
+            format!("resumed: {} of {} tensors of the output are complete", held.len(), writer.count());
+        if writer.options.resume == Resume::IfSame {
+            note.push_str(&format!("; to start over, remove {}", writer.job.path().display()));
+        }
+        writer.notes.push(note);
         if !lost.is_empty() {
             writer.notes.push(format!(
                 "{} did not match the journal and will be written again: {}",
@@ -290,6 +248,12 @@ impl CheckpointWriter {
     fn named(&self) -> impl Iterator<Item = (&str, &Progress)> {
         let shards = self.layout.shards().iter().zip(&self.tensors);
         shards.flat_map(|(shard, all)| shard.tensors.iter().map(|t| t.name.as_str()).zip(all))
+    }
+
+    /// Whether a run has published its output at this target, and left nothing to resume.
+    pub fn is_finished(target: &Path) -> bool {
+        let is_unfinished = resolve(target).and_then(|t| job_path(&t)).is_ok_and(|job| job.exists());
+        !is_unfinished && (target.is_file() || target.join(MANIFEST).is_file())
     }
 
     /// Notes on how the job was resumed, one line each.

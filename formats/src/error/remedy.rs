@@ -9,7 +9,14 @@ use crate::format::quant_methods;
 use crate::names::{nearest, nearest_path};
 use crate::wording::Remedy;
 
+const CHANGED: &str = "restore the files of the model, or remove OUT.job to start over";
+
 impl Error {
+    /// Creates an error for an input that is not the one that an interrupted run read; `what` names it in the plural.
+    pub fn inputs_changed(what: &str) -> Self {
+        Self::usage(format!("{what} have changed since the run was interrupted"), CHANGED)
+    }
+
     /// Returns what the user can do about the error. If a path does not exist, the remedy begins with the path that was
     /// probably meant, for which at most one directory is read.
     pub fn remedy(&self) -> Remedy {
@@ -23,7 +30,7 @@ impl Error {
     /// The path of a file or directory that does not exist.
     fn absent_path(&self) -> Option<&Path> {
         match self {
-            Self::NoCheckpoint { path, reason }
+            Self::NoCheckpoint { path, reason, .. }
             | Self::Recipe { path, reason, .. }
             | Self::InputFile { path, reason, .. } => {
                 Some(path).filter(|_| reason.ends_with("does not exist"))
@@ -40,6 +47,7 @@ impl Error {
         let text: String = match self {
             Self::Usage { remedy, .. }
             | Self::Config { remedy: Some(remedy), .. }
+            | Self::NoCheckpoint { remedy: Some(remedy), .. }
             | Self::Recipe { remedy, .. }
             | Self::Unavailable { remedy, .. }
             | Self::InputFile { remedy, .. } => return remedy.clone(),
@@ -62,7 +70,7 @@ impl Error {
             Self::OutputIsInput { input, .. } => {
                 format!("choose a path outside {}", input.display())
             }
-            Self::InputChanged { .. } => "run without ‹resume› to start over".into(),
+            Self::InputChanged { .. } => CHANGED.into(),
             Self::MissingLinear { is_float: true, .. } => {
                 "read a float weight from the source of the checkpoint".into()
             }
@@ -78,6 +86,9 @@ impl Error {
                 once in a sandbox: load it with transformers and call `save_pretrained(..., \
                 safe_serialization=True)`"
                     .into()
+            }
+            Self::Safetensors { source, .. } if source.placeholder().is_some() => {
+                source.placeholder().map_or_else(String::new, |found| found.remedy().into())
             }
             Self::Safetensors { .. } => {
                 "the file is damaged, incomplete or hostile: download it again and verify its checksum".into()
@@ -121,11 +132,16 @@ impl Error {
                 adds a second rounding error"
                     .into()
             }
-            Self::UnsupportedQuantization { .. } => format!(
-                "download the checkpoint again, or start from the original float checkpoint; supported values of \
-                `quant_method`: {}",
+            Self::UnsupportedQuantization { path, .. } if path.ends_with("config.json") => format!(
+                "start from the original float checkpoint, or from a checkpoint in a format that can be read: \
+                `quant_method` {}, or GGUF",
                 quant_methods().collect::<Vec<_>>().join(", ")
             ),
+            Self::UnsupportedQuantization { .. } => {
+                "the file is damaged, or the program that wrote it does not follow the format: write the checkpoint \
+                again with that program, or start from the original float checkpoint"
+                    .into()
+            }
             Self::NotRepackable { .. } => "quantize the original float checkpoint to this format".into(),
             Self::Tokenizer { .. } => {
                 "download the model's tokenizer.json and tokenizer_config.json into the model directory, from the \
@@ -218,8 +234,8 @@ impl Error {
                 "this is a bug: please report it, and what caused it".into()
             }
             Self::Interrupted => {
-                "run it again; with ‹resume›, ‹quantize()› continues the interrupted run, and \
-                so does ‹eval()› with the same ‹journal›"
+                "run it again; ‹quantize()› continues the interrupted run, and ‹eval()› does with the same \
+                ‹journal›"
                     .into()
             }
         };
@@ -242,6 +258,22 @@ fn suggestion_pattern(tensor: &str) -> String {
 mod tests {
     use super::*;
     use crate::ThreadMemory;
+
+    #[test]
+    fn another_download_does_not_mend_a_format() {
+        let remedy = |path: &str| {
+            let error = Error::UnsupportedQuantization { path: path.into(), reason: "is unknown".into() };
+            error.remedy().to_string()
+        };
+        let config = remedy("model/config.json");
+        assert!(
+            config.starts_with("start from the original float checkpoint, or from a checkpoint in a format")
+        );
+        assert!(config.contains("compressed-tensors, ") && config.ends_with(", or GGUF"), "{config}");
+        let tensor = remedy("model/model.safetensors");
+        assert!(tensor.contains("write the checkpoint again with that program"), "{tensor}");
+        assert!(!format!("{config}{tensor}").contains("download"));
+    }
 
     #[test]
     fn fewer_threads_are_suggested_only_if_they_suffice() {

@@ -49,6 +49,7 @@ pub const QSERVE: Loader = Loader::new("QServe", "2025-02", READ);
 #[derive(Debug, Clone, Copy)]
 pub struct LoaderRule {
     loaders: &'static [Loader],
+    refused_by: &'static [Loader],
     notes: Notes,
 }
 
@@ -67,12 +68,22 @@ impl LoaderRule {
         applies: fn(&ModuleSchemes<'_>) -> bool,
         note: &'static str,
     ) -> Self {
-        Self { loaders, notes: Notes::Fixed(applies, note) }
+        Self { loaders, refused_by: &[], notes: Notes::Fixed(applies, note) }
     }
 
     /// Sentences for the user about `loaders` that depend on the checkpoint; none if the rule does not apply.
     pub const fn computed(loaders: &'static [Loader], notes: fn(&ModuleSchemes<'_>) -> Vec<String>) -> Self {
-        Self { loaders, notes: Notes::Computed(notes) }
+        Self { loaders, refused_by: &[], notes: Notes::Computed(notes) }
+    }
+
+    /// Adds which of the loaders do not load such a checkpoint, or compute wrong results, as the sentences say.
+    pub const fn refused_by(self, loaders: &'static [Loader]) -> Self {
+        Self { refused_by: loaders, ..self }
+    }
+
+    /// Whether the sentences for a checkpoint with these schemes say that `loader` does not load it.
+    pub fn refuses(&self, loader: &Loader, schemes: &ModuleSchemes<'_>) -> bool {
+        self.refused_by.contains(loader) && !self.notes(schemes).is_empty()
     }
 
     /// The loaders that the rule is about. Empty if it is about all.

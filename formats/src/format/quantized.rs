@@ -107,15 +107,18 @@ impl QuantizedCheckpoint {
     ///
     /// # Errors
     /// - Those of [`ModelDirectory::open`].
-    /// - [`Error::UnsupportedQuantization`]: the checkpoint is not quantized, or in an unsupported way.
+    /// - [`Error::Config`]: the checkpoint is not quantized.
+    /// - [`Error::UnsupportedQuantization`]: it is quantized in an unsupported way.
     /// - [`Error::MissingTensor`], [`Error::TensorShape`], [`Error::TensorDtype`]: the tensors of a linear are
     ///   inconsistent, incomplete or empty.
     pub fn open(path: &Path) -> Result<Self> {
         let directory = ModelDirectory::open(path)?;
         let settings = quantization_settings(&directory.fields())?;
-        let settings = settings.ok_or_else(|| Error::UnsupportedQuantization {
+        let settings = settings.ok_or_else(|| Error::Config {
             path: directory.config_path().to_owned(),
-            reason: format!("has no `{KEY}`: the checkpoint is not quantized"),
+            field: KEY.into(),
+            reason: "is missing: the checkpoint is not quantized".into(),
+            remedy: Some("quantize the model first, or read its floats from the checkpoint's source".into()),
         })?;
         let source: Arc<dyn TensorSource> = directory.source().clone();
         let opened = Self::new(source, directory.config_path(), settings)?;

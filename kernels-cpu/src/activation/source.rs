@@ -43,13 +43,6 @@ pub(crate) trait Source: Sync {
     unsafe fn row<'s>(&'s self, row: usize, buffer: &'s mut [f32]) -> (&'s [f32], f32);
 }
 
-fn rows_of(what: &'static str, len: usize, k: usize) -> Result<usize, KernelError> {
-    // A length that is no multiple of `k` is reported with the next multiple.
-    let m = len.div_ceil(k);
-    KernelError::length(what, m * k, len)?;
-    Ok(m)
-}
-
 pub(crate) struct Plain<'a, E> {
     token: IsaToken,
     x: &'a [E],
@@ -59,7 +52,7 @@ pub(crate) struct Plain<'a, E> {
 
 impl<'a, E: Element> Plain<'a, E> {
     pub(crate) fn new(token: IsaToken, x: &'a [E], k: usize) -> Result<Self, KernelError> {
-        Ok(Self { token, x, k, m: rows_of("activations", x.len(), k)? })
+        Ok(Self { token, x, k, m: KernelError::parts("activations", k, x.len())? })
     }
 }
 
@@ -133,7 +126,7 @@ impl<'a, E: Element> Norm<'a, E> {
         by: RmsNorm<'a>,
         k: usize,
     ) -> Result<Self, KernelError> {
-        let m = rows_of("activations", x.len(), k)?;
+        let m = KernelError::parts("activations", k, x.len())?;
         KernelError::length("norm weight", k, by.weight.len())?;
         if let Some(residual) = &residual {
             KernelError::length("residual", x.len(), residual.len())?;
@@ -176,13 +169,12 @@ impl<'a, E: Element> Gated<'a, E> {
         let m = match x {
             GateUp::Apart { gate, up } => {
                 KernelError::length("up", gate.len(), up.len())?;
-                rows_of("gate", gate.len(), k)?
+                KernelError::parts("gate", k, gate.len())?
             }
-            GateUp::Joined(both) => rows_of(
-                "gate and up",
-                both.len(),
-                k.checked_mul(2).ok_or(KernelError::TooLarge("a row of gate and up"))?,
-            )?,
+            GateUp::Joined(both) => {
+                let width = k.checked_mul(2).ok_or(KernelError::TooLarge("a row of gate and up"))?;
+                KernelError::parts("gate and up", width, both.len())?
+            }
         };
         Ok(Self { token, x, k, m })
     }

@@ -36,11 +36,9 @@ impl KvLayout {
             });
         }
         let width = kv.checked_mul(self.head_dim()).ok_or(KernelError::TooLarge("the number of heads"))?;
-        let m = keys.len() / width;
-        KernelError::length("keys", m * width, keys.len())?;
+        let m = KernelError::parts("keys", width, keys.len())?;
         KernelError::length("values", keys.len(), values.len())?;
-        let there = bytes.len() / self.page_bytes();
-        KernelError::length("pages", there * self.page_bytes(), bytes.len())?;
+        let there = KernelError::parts("pages", self.page_bytes(), bytes.len())?;
         check_values(keys)?;
         check_values(values)?;
         if m == 0 {
@@ -51,7 +49,8 @@ impl KvLayout {
             let written = written(list, m)?;
             if let Some(&page) = written.iter().find(|&&page| page as usize >= there) {
                 let (expected, got) = (there, page as usize);
-                return Err(KernelError::Mismatch { what: "page numbers must be less than", expected, got });
+                let what = "page numbers must be less than the number of pages,";
+                return Err(KernelError::Mismatch { what, expected, got });
             }
             count += written.len();
         }

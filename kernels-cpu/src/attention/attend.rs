@@ -43,8 +43,7 @@ impl<'a> KvPages<'a> {
         if id != layout.id() {
             return Err(KernelError::LayoutId { expected: layout.id(), got: id });
         }
-        let whole = bytes.len() / layout.page_bytes() * layout.page_bytes();
-        KernelError::length("pages", whole, bytes.len())?;
+        KernelError::parts("pages", layout.page_bytes(), bytes.len())?;
         Ok(Self { layout, bytes })
     }
 
@@ -111,8 +110,7 @@ impl<'a> KvPages<'a> {
         check_heads(heads)?;
         let d = layout.head_dim();
         let width = heads.query.checked_mul(d).ok_or(KernelError::TooLarge("the number of heads"))?;
-        let m = q.len() / width;
-        KernelError::length("queries", m * width, q.len())?;
+        let m = KernelError::parts("queries", width, q.len())?;
         KernelError::length("output", q.len(), out.len())?;
         KernelError::length("log-sum-exp", m * heads.query, lse.len())?;
         let there = self.bytes.len() / layout.page_bytes();
@@ -133,7 +131,8 @@ impl<'a> KvPages<'a> {
             }
             if let Some(&page) = list.pages[..needed].iter().find(|&&page| page as usize >= there) {
                 let (expected, got) = (there, page as usize);
-                return Err(KernelError::Mismatch { what: "page numbers must be less than", expected, got });
+                let what = "page numbers must be less than the number of pages,";
+                return Err(KernelError::Mismatch { what, expected, got });
             }
         }
         let chunks = (0..heads.kv).map(|head| lists(head).chunks()).max().unwrap_or(0);
@@ -164,7 +163,11 @@ impl<'a> KvPages<'a> {
 }
 
 fn check_heads(heads: Heads) -> Result<(), KernelError> {
-    if heads.kv == 0 || heads.query == 0 || !heads.query.is_multiple_of(heads.kv) {
+    if heads.kv == 0 {
+        let what = "the number of key-value heads must be at least";
+        return Err(KernelError::Mismatch { what, expected: 1, got: 0 });
+    }
+    if heads.query == 0 || !heads.query.is_multiple_of(heads.kv) {
         let (expected, got) = (heads.kv, heads.query);
         return Err(KernelError::Mismatch {
             what: "the number of query heads must be a positive multiple of",

@@ -140,8 +140,7 @@ impl KvCache {
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
         let (d, kv) = (self.layout.head_dim(), self.heads.kv);
-        let m = keys.len() / (kv * d);
-        KernelError::length("keys", m * kv * d, keys.len())?;
+        let m = KernelError::parts("keys", kv * d, keys.len())?;
         KernelError::length("values", keys.len(), values.len())?;
         let after = self.tokens.checked_add(m).filter(|&after| after <= self.max_tokens);
         let after = after.ok_or(KernelError::TooLarge("the number of tokens"))?;
@@ -217,7 +216,7 @@ impl KvCache {
         let m = q.len() / (self.heads.query * self.layout.head_dim());
         if m > self.tokens {
             return Err(KernelError::Mismatch {
-                what: "the number of queries must be at most",
+                what: "the number of queries must be at most that of the tokens in the cache,",
                 expected: self.tokens,
                 got: m,
             });
@@ -247,7 +246,7 @@ impl KvCache {
     pub fn truncate(&mut self, tokens: usize) -> Result<(), KernelError> {
         if tokens > self.tokens {
             return Err(KernelError::Mismatch {
-                what: "the number of tokens to keep must be at most",
+                what: "the number of tokens to keep must be at most that in the cache,",
                 expected: self.tokens,
                 got: tokens,
             });

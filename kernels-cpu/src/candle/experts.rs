@@ -102,8 +102,7 @@ impl QuantizedExperts {
         let views = views(&self.experts);
         let experts = Experts::checked(&views, self.shape);
         let hidden = self.shape[0];
-        let tokens = x.len() / hidden;
-        KernelError::length("activations", tokens * hidden, x.len())?;
+        let tokens = KernelError::parts("activations", hidden, x.len())?;
         KernelError::length("output", x.len(), out.len())?;
         let slots =
             tokens.checked_mul(routing.top_k).ok_or(KernelError::TooLarge("the number of expert rows"))?;

@@ -44,7 +44,7 @@ impl SortedRows {
                 None => {
                     let got = expert as usize;
                     return Err(KernelError::Mismatch {
-                        what: "expert numbers must be less than",
+                        what: "expert numbers must be less than the number of experts,",
                         expected: experts,
                         got,
                     });
@@ -102,7 +102,11 @@ mod tests {
         let error = rows.sort(&Routing { top_k: 2, experts: &experts, weights: &weights }, 2).unwrap_err();
         assert_eq!(
             error,
-            KernelError::Mismatch { what: "expert numbers must be less than", expected: 2, got: 2 }
+            KernelError::Mismatch {
+                what: "expert numbers must be less than the number of experts,",
+                expected: 2,
+                got: 2
+            }
         );
     }
 }

@@ -100,8 +100,9 @@ impl Experts<'_> {
         // The plan may have been made for other experts of the same shape, which need less memory.
         let room = [read.room(), between.room()];
         if room.iter().zip(&extents).any(|(room, extent)| !room.holds(extent)) {
-            let got = plan.workspace_bytes();
-            return Err(KernelError::Length { what: "workspace", expected: usize::MAX, got });
+            return Err(KernelError::Scheme(
+                "the plan was made for experts that need less memory: make one for these experts",
+            ));
         }
         let gathered = Gathered::new(plan.token, x, self.hidden, &rows.tokens);
         make(active, 0, units[0], read, in_bf16, &gathered, parallel);

@@ -144,8 +144,8 @@ impl Hadamard {
         x: &mut [f32],
         parallel: &dyn Parallel,
     ) -> Result<(), KernelError> {
-        let (n, m) = (self.n, x.len() / self.n);
-        KernelError::length("rows", m * n, x.len())?;
+        let n = self.n;
+        let m = KernelError::parts("rows", n, x.len())?;
         let x = Disjoint::new(x);
         if m > 0 {
             parallel.for_each(m.div_ceil(ROWS), &|piece| {

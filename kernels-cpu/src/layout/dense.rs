@@ -48,10 +48,7 @@ impl Layout {
         if !self.is_bf16() {
             return Err(KernelError::Scheme("the layout is not that of bf16 weights"));
         }
-        if panels.start > panels.end || panels.end > self.panels() {
-            let (expected, got) = (self.panels(), panels.end);
-            return Err(KernelError::Mismatch { what: "panels must end at or before panel", expected, got });
-        }
+        KernelError::panels(&panels, self.panels())?;
         let expected = self.n.checked_mul(self.k).ok_or(KernelError::TooLarge("the matrix"))?;
         KernelError::length("weights", expected, weight.len())?;
         KernelError::length("packed panels", panels.len() * self.panel_bytes, out.len())?;

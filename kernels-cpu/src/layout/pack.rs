@@ -26,10 +26,7 @@ impl Layout {
         if Self::of(view, self.sums)? != *self {
             return Err(KernelError::Scheme("the weight view does not match the layout"));
         }
-        if panels.start > panels.end || panels.end > self.panels() {
-            let (expected, got) = (self.panels(), panels.end);
-            return Err(KernelError::Mismatch { what: "panels must end at or before panel", expected, got });
-        }
+        KernelError::panels(&panels, self.panels())?;
         KernelError::length("packed panels", panels.len() * self.panel_bytes, out.len())?;
         self.pack_panels(view, panels, out)
     }

@@ -135,13 +135,7 @@ impl Layout {
         out: &mut [f32],
     ) -> Result<(), KernelError> {
         KernelError::length("packed weights", self.bytes(), packed.len())?;
-        if rows.start > rows.end || rows.end > self.n {
-            return Err(KernelError::Mismatch {
-                what: "rows must be ascending and end at or before row",
-                expected: self.n,
-                got: rows.end,
-            });
-        }
+        KernelError::rows(&rows, self.n)?;
         KernelError::length("output", rows.len() * self.k, out.len())?;
         for (row, out) in rows.zip(out.chunks_exact_mut(self.k)) {
             let panel = self.panel_of(packed, row);

@@ -106,11 +106,12 @@ impl<'a> PackedView<'a> {
     /// When `rows` is empty or out of range, or starts or ends within a panel.
     pub fn rows(&self, rows: Range<usize>) -> Result<Self, KernelError> {
         let n = self.layout.n();
-        if rows.start >= rows.end || rows.end > n {
+        KernelError::rows(&rows, n)?;
+        if rows.is_empty() {
             return Err(KernelError::Mismatch {
-                what: "rows must be ascending, not empty, and end at or before row",
-                expected: n,
-                got: rows.end,
+                what: "the number of rows must be at least",
+                expected: 1,
+                got: 0,
             });
         }
         for end in [rows.start, rows.end].into_iter().filter(|&end| end != n) {

@@ -154,7 +154,11 @@ impl DecodeShape {
     /// # Errors
     /// See [`plan`](Self::plan); also when the rule allows no splits, or splits that are not multiples of 64 tokens.
     pub fn plan_with(&self, rule: SplitRule) -> Result<DecodePlan, KernelError> {
-        if self.kv_heads == 0 || self.query_heads == 0 || !self.query_heads.is_multiple_of(self.kv_heads) {
+        if self.kv_heads == 0 {
+            let what = "the number of key-value heads must be at least";
+            return Err(KernelError::Mismatch { what, expected: 1, got: 0 });
+        }
+        if self.query_heads == 0 || !self.query_heads.is_multiple_of(self.kv_heads) {
             return Err(KernelError::Mismatch {
                 what: "the number of query heads must be a positive multiple of",
                 expected: self.kv_heads,

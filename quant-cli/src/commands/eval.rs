@@ -152,6 +152,10 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
             let all: Vec<_> = std::iter::once((own.as_str(), &done.result)).chain(others).collect();
             text.push_str(&format!("\n{}", compare_results::text(&all)));
         }
+        let alone = done.result.comparison.is_none() && args.save_reference.is_none();
+        if alone && is_quantized(&done.result.model) && !session.progress.is_quiet() {
+            text.push_str("add --reference FLOAT, the model before quantization, to measure the KL divergence from it\n");
+        }
         text
     })?;
     done.finish()

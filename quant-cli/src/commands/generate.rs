@@ -163,7 +163,16 @@ fn prompt(args: &Args) -> Result<(String, PathBuf)> {
                 "give --prompt TEXT or --prompt-file FILE, or use `quant chat`",
             ));
         }
-        (None, _) => (bounded(&mut std::io::stdin().lock(), &standard())?, standard()),
+        (None, _) => {
+            let text = bounded(&mut std::io::stdin().lock(), &standard())?;
+            if text.is_empty() {
+                return Err(Error::usage(
+                    "no prompt was given: standard input is empty",
+                    "give --prompt TEXT or --prompt-file FILE, or write the prompt to standard input",
+                ));
+            }
+            (text, standard())
+        }
     };
     // The final line break comes from the editor; it is not part of the prompt.
     let text =

@@ -3,12 +3,15 @@
 use std::path::Path;
 
 use quant_core::Result;
+use quant_core::format::loaders::LLAMA_CPP;
+use quant_core::recipe::Rates;
 use quant_core::run::{
     GgufNeeds, GgufPlanned, GgufSummary, RecipeSettings, Replaced, Worst, bits_per_weight, plan_gguf,
 };
 use serde::Serialize;
 
 use super::Session;
+use super::plan::about;
 use crate::output::{JsonOption, bytes, duration, table};
 
 /// Formats the summary of a run as text.
@@ -40,15 +43,27 @@ pub(super) struct PlanJson<'a> {
     format: &'static str,
     mixture: &'static str,
     input_bytes: u64,
+    /// The tensors.
     output_bytes: u64,
+    /// The tensors and the metadata.
+    file_bytes: u64,
     bits_per_weight: f64,
     #[serde(flatten)]
     needs: GgufNeeds,
     /// What a run with a calibration text needs, if the text is optional.
     #[serde(skip_serializing_if = "Option::is_none")]
     with_calibration: Option<GgufNeeds>,
+    engines: [EngineJson; 1],
     notes: &'a [String],
     tensors: Vec<TensorJson<'a>>,
+}
+
+/// An engine that loads the file, with the version and the date of the sources that the plan follows.
+#[derive(Serialize)]
+struct EngineJson {
+    engine: &'static str,
+    version: &'static str,
+    read: &'static str,
 }
 
 #[derive(Serialize)]
@@ -73,11 +88,13 @@ pub fn plan(
     session: &Session,
 ) -> Result<()> {
     let planned = plan_gguf(model, settings, &session.host())?;
-    json.emit(&value(&planned), || plan_text(&planned, all))
+    // The estimated time depends on a measurement, so the JSON omits it: equal plans give equal JSON.
+    let rates = Rates::measure()?;
+    json.emit(&value(&planned), || plan_text(&planned, all, rates))
 }
 
 pub(super) fn value(planned: &GgufPlanned) -> PlanJson<'_> {
-    let GgufPlanned { plan, input_bytes, needs, calibrated, .. } = planned;
+    let GgufPlanned { plan, input_bytes, needs, calibrated, file_bytes, .. } = planned;
     let tensors = plan.tensors.iter().map(|t| TensorJson {
         tensor: &t.name,
         kind: t.kind.name,
@@ -93,19 +110,22 @@ pub(super) fn value(planned: &GgufPlanned) -> PlanJson<'_> {
         mixture: plan.mixture().name,
         input_bytes: *input_bytes,
         output_bytes: plan.output_bytes(),
+        file_bytes: *file_bytes,
         bits_per_weight: bits_per_weight(plan),
         needs: *needs,
         with_calibration: *calibrated,
+        engines: [EngineJson { engine: LLAMA_CPP.name, version: LLAMA_CPP.version, read: LLAMA_CPP.read }],
         notes: &plan.notes,
         tensors: tensors.collect(),
     }
 }
 
-fn plan_text(planned: &GgufPlanned, all: bool) -> String {
-    let GgufPlanned { plan, needs, calibrated, .. } = planned;
+fn plan_text(planned: &GgufPlanned, all: bool, rates: Rates) -> String {
+    let GgufPlanned { plan, needs, calibrated, file_bytes, work, calibrated_work, .. } = planned;
     let mut text = format!(
-        "GGUF, {}: {}, {:.2} bits per weight\n\n",
+        "GGUF, {}: {}, of which {} are tensors, {:.2} bits per weight\n\n",
         plan.mixture().name,
+        bytes(*file_bytes),
         bytes(plan.output_bytes()),
         bits_per_weight(plan)
     );
@@ -145,15 +165,23 @@ fn plan_text(planned: &GgufPlanned, all: bool) -> String {
     for note in &plan.notes {
         text.push_str(&format!("\nnote: {note}"));
     }
-    text.push_str(&format!("\n\nneeds about {}\n", needs_text(needs)));
-    if let Some(calibrated) = calibrated {
-        text.push_str(&format!("with --calibration: about {}\n", needs_text(calibrated)));
+    text.push_str(&format!(
+        "\n\nloads in {} {} and in programs that contain it; its sources were read on {}\n",
+        LLAMA_CPP.name, LLAMA_CPP.version, LLAMA_CPP.read
+    ));
+    text.push_str(&format!("needs about {}\n", needs_text(needs, work.seconds(rates))));
+    if let (Some(calibrated), Some(work)) = (calibrated, calibrated_work) {
+        text.push_str(&format!(
+            "with --calibration: about {}\n",
+            needs_text(calibrated, work.seconds(rates))
+        ));
     }
     text
 }
 
-fn needs_text(needs: &GgufNeeds) -> String {
-    let memory = format!("{} of memory", bytes(needs.peak_memory_bytes));
+fn needs_text(needs: &GgufNeeds, seconds: f64) -> String {
+    let memory =
+        format!("{} of memory and {} on this machine", bytes(needs.peak_memory_bytes), about(seconds));
     match needs.smallest_budget_bytes < needs.peak_memory_bytes {
         true => format!(
             "{memory}; with --memory-budget at least {}, and {} of disk space for hidden states",

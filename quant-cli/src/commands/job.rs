@@ -116,10 +116,10 @@ pub struct MergeArgs {
     /// Copy of the model to read instead of the model that the job was created for
     #[arg(long, value_name = "MODEL")]
     model: Option<PathBuf>,
-    /// Replace OUT if it exists, once the new one is complete
+    /// Replace OUT, and discard the unfinished run of a different command
     #[arg(long)]
     force: bool,
-    /// Continue an interrupted merge
+    /// Fail if an interrupted merge cannot be continued
     #[arg(long)]
     pub resume: bool,
     /// Directory for copies of results if STORE is a URL [default: that of the system for temporary files]

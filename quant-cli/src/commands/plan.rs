@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use quant_core::calibrate::Residence;
 use quant_core::engines::{Basis, ENGINES, Engine, Known, Outline, RANKS};
 use quant_core::model::Carried;
-use quant_core::recipe::{Action, PRESETS, Plan, PlanEntry, Rates, Recipe};
+use quant_core::recipe::{Action, METHODS, Plan, PlanEntry, Rates, Recipe};
 use quant_core::run::{self, RecipeSettings, plan_gguf};
 use quant_core::wording::{CommandLine, Wording, counted, worded};
 use quant_core::{Error, Result};
@@ -22,7 +22,7 @@ pub struct Args {
     /// Model directory or GGUF file, or org/name or org/name@revision on a hub
     #[arg(required_unless_present_any = ["print_recipe", "print_recipe_schema"])]
     pub model: Option<PathBuf>,
-    /// Print a preset as a recipe file, and nothing else
+    /// Print a preset, or the recipe of the options, as a recipe file, and nothing else
     #[arg(long, value_name = "PRESET", conflicts_with = "model", num_args = 0..=1, default_missing_value = "")]
     print_recipe: Option<String>,
     /// Print the JSON schema of recipe files, for editors, and nothing else
@@ -127,14 +127,7 @@ struct OutputJson<'a> {
 /// Prints the plan.
 pub fn run(args: &Args, session: &Session) -> Result<()> {
     if let Some(preset) = &args.print_recipe {
-        if preset.is_empty() {
-            let known: Vec<&str> = PRESETS.iter().map(|preset| preset.name).collect();
-            return Err(Error::usage(
-                "‹print_recipe› needs the name of a preset",
-                format!("known presets: {}", known.join(", ")),
-            ));
-        }
-        return output::print(&Recipe::preset(preset)?.to_toml());
+        return output::print(&requested_recipe(preset, args.recipe.settings()?)?.to_commented_toml());
     }
     if args.print_recipe_schema {
         return output::print(&Recipe::schema());
@@ -154,6 +147,30 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
         .emit(&json(&planned, &CommandLine), || worded(&text(&planned, args.all), &CommandLine).into_owned())
 }
 
+/// Returns the recipe to print: that of a preset, of a method, or of the options alone.
+fn requested_recipe(name: &str, mut settings: RecipeSettings) -> Result<Recipe> {
+    if settings.writes_gguf()? || settings.writes_floats()?.is_some() {
+        let format = settings.format.concat();
+        return Err(Error::usage(
+            format!("there are no recipe files for ‹format={format}›"),
+            "leave ‹format› out, or choose a format of quantized safetensors",
+        ));
+    }
+    settings.gguf.refuse()?;
+    let is_method = METHODS.iter().any(|method| *method.name == *name);
+    let taken = if is_method { &mut settings.method } else { &mut settings.preset };
+    if !name.is_empty() {
+        if let Some(other) = taken {
+            return Err(Error::usage(
+                format!("`{name}` and `{other}` cannot be combined"),
+                "name one of them",
+            ));
+        }
+        *taken = Some(name.to_owned());
+    }
+    settings.recipe()
+}
+
 /// Returns a plan as JSON with the given wording, and the estimated seconds of a run if they are known.
 ///
 /// # Errors
@@ -166,7 +183,8 @@ pub fn value(
 ) -> Result<(serde_json::Value, Option<f64>)> {
     let (value, seconds) = if settings.writes_gguf()? {
         let planned = plan_gguf(model, settings, &session.host())?;
-        (serde_json::to_value(super::gguf::value(&planned)), None)
+        let seconds = planned.work.seconds(Rates::measure()?);
+        (serde_json::to_value(super::gguf::value(&planned)), Some(seconds))
     } else {
         let planned = Planned::new(model, settings, session)?;
         (serde_json::to_value(json(&planned, wording)), Some(planned.seconds))
@@ -462,7 +480,7 @@ fn plan_text(plan: &Plan, all: bool) -> String {
 }
 
 /// Formats an estimated duration, rounded to a whole unit.
-fn about(seconds: f64) -> String {
+pub(super) fn about(seconds: f64) -> String {
     match seconds {
         s if s < 1.5 => "a second".into(),
         s if s < 90.0 => format!("{s:.0} s"),

@@ -46,10 +46,14 @@ pub struct Args {
     /// does not depend on this option.
     #[arg(long, value_name = "SIZE", default_value = "auto")]
     pub memory_budget: String,
-    /// Replace OUT if it exists, once the new one is complete
+    /// Replace OUT, and discard the unfinished run of a different command
+    ///
+    /// An existing OUT stays until the new one is complete.
     #[arg(long)]
     pub force: bool,
-    /// Continue an interrupted run
+    /// Fail if an interrupted run cannot be continued
+    ///
+    /// The same command continues an interrupted run by itself.
     #[arg(long)]
     pub resume: bool,
     /// Write an HTML report to FILE
@@ -99,11 +103,6 @@ pub fn run(args: &Args, session: &Session) -> Result<()> {
     output::distinct(&written, &request.files_read())?;
     output::outside(&written[..1], &[&args.model, &args.output])?;
     args.json.check()?;
-    if args.has_job() && !args.resume {
-        session
-            .progress
-            .note("note: this run starts over. An earlier one was interrupted, and ‹resume› continues it");
-    }
     let (done, summary) = run_request(&request, args.report.as_deref(), session)?;
     let requantized = request.settings.requantize;
     args.json.emit_by(&summary, || {

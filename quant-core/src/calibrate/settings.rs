@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use crate::checkpoint::{ModelDirectory, parse_strictly};
+use crate::checkpoint::{ModelDirectory, parse_strictly, placeholder};
 use crate::{Error, Result};
 
 pub(super) const CONFIG: &str = "tokenizer_config.json";
@@ -30,6 +30,9 @@ impl TokenizerSettings {
         let Some(sidecar) = directory.sidecar(CONFIG) else { return Ok(Self { fields: Map::new(), path }) };
         let fault = |reason| Error::Tokenizer { path: path.clone(), reason };
         let bytes = sidecar.read(MAX_FILE_BYTES)?.map_err(fault)?;
+        if let Some(found) = placeholder(&bytes) {
+            return Err(fault(found.to_string()));
+        }
         match parse_strictly(&bytes) {
             Ok(Value::Object(fields)) => Ok(Self { fields, path }),
             Ok(_) => Err(fault("must contain one JSON object".into())),

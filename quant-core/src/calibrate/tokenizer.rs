@@ -98,7 +98,7 @@ impl TextTokenizer {
     }
 
     fn check_bytes(path: &Path, bytes: &[u8]) -> Result<()> {
-        let reason = placeholder(bytes).map(str::to_owned).or_else(|| vocabulary::fault(bytes));
+        let reason = placeholder(bytes).map(|found| found.to_string()).or_else(|| vocabulary::fault(bytes));
         reason.map_or(Ok(()), |reason| Err(Self::fault(path, reason)))
     }
 

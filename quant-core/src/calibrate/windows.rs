@@ -100,6 +100,7 @@ pub struct TokenWindows {
     uses: Option<Vec<TokenUse>>,
     /// The start of each token's document in its window; `None` if every window is a single segment.
     starts: Option<Vec<u32>>,
+    text: Option<Box<str>>,
 }
 
 impl TokenWindows {
@@ -110,7 +111,17 @@ impl TokenWindows {
     pub fn cut(mut tokens: Vec<u32>, length: usize) -> Self {
         assert!(length > 0, "windows cannot be empty");
         tokens.truncate(tokens.len() - tokens.len() % length);
-        Self { length, tokens, uses: None, starts: None }
+        Self { length, tokens, uses: None, starts: None, text: None }
+    }
+
+    /// Adds the name of the text, if it is one that every program has.
+    pub fn named(self, text: Option<&str>) -> Self {
+        Self { text: text.map(Into::into), ..self }
+    }
+
+    /// The name of the text.
+    pub fn text(&self) -> Option<&str> {
+        self.text.as_deref()
     }
 
     /// Adds information on tokens, for callers that pack documents themselves: the role of each token, and the start of
@@ -167,12 +178,12 @@ impl TokenWindows {
         let all = match sampling.packing {
             Packing::Auto | Packing::Stream => {
                 let (tokens, uses) = stream(documents, length);
-                Self { length, tokens, uses, starts: None }
+                Self { length, tokens, uses, starts: None, text: None }
             }
             Packing::Documents => {
                 let Packed { tokens, uses, starts } = pack(&documents, length);
                 let plain = uses.iter().all(|u| *u == TokenUse::Counted);
-                Self { length, tokens, uses: (!plain).then_some(uses), starts: Some(starts) }
+                Self { length, tokens, uses: (!plain).then_some(uses), starts: Some(starts), text: None }
             }
         };
         let useful: Vec<usize> = (0..all.len()).filter(|&i| all.counts(i)).collect();
@@ -260,6 +271,7 @@ impl TokenWindows {
             tokens: of(&self.tokens, self.length, indices),
             uses: self.uses.as_ref().map(|u| of(u, self.length, indices)),
             starts: self.starts.as_ref().map(|s| of(s, self.length, indices)),
+            text: self.text.clone(),
         }
     }
 

@@ -71,6 +71,7 @@ mod run;
 mod saved;
 mod specials;
 mod steps;
+mod time;
 mod tokenizer;
 
 use serde_json::json;
@@ -84,6 +85,7 @@ pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
 pub use read::{GgufSource, is_gguf, open};
 pub use run::{GgufInputs, GgufReport, GgufTensorReport, write_tensors};
 pub use steps::Steps;
+pub use time::GgufWork;
 pub(crate) use tokenizer::check_pre;
 
 use crate::calibrate::{Sampling, TokenWindows};

@@ -239,10 +239,7 @@ impl Writer<'_> {
         if let Some(recalled) = recalled {
             return match recalled.source_blake3 == source_blake3 {
                 true => Ok(recalled),
-                false => Err(Error::usage(
-                    format!("the source tensors of `{name}` have changed since the run was interrupted"),
-                    "run without ‹resume› to start over",
-                )),
+                false => Err(Error::inputs_changed(&format!("the source tensors of `{name}`"))),
             };
         }
         let keeps_codes = self.tensor.keeps_codes();

@@ -4,6 +4,7 @@
 //! the output size for every tensor.
 
 mod cache_scales;
+mod commented;
 mod extensions;
 mod file;
 mod keys;
@@ -30,6 +31,7 @@ pub use pattern::Pattern;
 pub use plan::{Action, Plan, PlanEntry};
 pub use repack::REPACK;
 pub use select::SelectorMatches;
+pub(crate) use time::PASSES;
 pub use time::Rates;
 
 use crate::Result;

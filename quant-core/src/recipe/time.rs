@@ -13,7 +13,7 @@ use crate::transform::Workload;
 use crate::{Error, Result};
 
 /// The cost of reading, hashing, writing and reading back a byte, relative to that of hashing it once.
-const PASSES: f64 = 2.0;
+pub(crate) const PASSES: f64 = 2.0;
 
 /// The rates of this machine per second, on the threads of the current rayon pool.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::host::{Host, Opened, open_with};
-use super::outputs::given_up;
+use super::outputs::{given_up, refuse_existing, resume};
 use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use crate::checkpoint::{
@@ -129,10 +129,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
             "set ‹format=gguf›, or choose an output whose name does not end in .gguf",
         ));
     }
-    match !request.force && request.output.exists() {
-        true => Err(Error::OutputExists { path: request.output.clone() }),
-        false => Ok(()),
-    }
+    refuse_existing(std::slice::from_ref(&request.output), request.force, request.resume)
 }
 
 pub(super) fn write(
@@ -159,7 +156,7 @@ pub(super) fn write(
     let config = float_config(&directory, dtype)?;
     let options = WriteOptions {
         force: request.force,
-        resume: request.resume,
+        resume: resume(request.resume),
         fingerprint: json!({
             "version": env!("CARGO_PKG_VERSION"),
             "program": host.program()?,
@@ -240,12 +237,7 @@ fn convert_all(
         let found = convert(model, spec, known.is_some(), sink, cancel)?;
         match known {
             Some(known) if known.source_blake3 == found.source_blake3 => reports.push(known),
-            Some(_) => {
-                return Err(Error::usage(
-                    format!("the source of `{}` has changed since the run was interrupted", spec.name),
-                    "run without ‹resume› to start over",
-                ));
-            }
+            Some(_) => return Err(Error::inputs_changed(&format!("the source values of `{}`", spec.name))),
             None => {
                 sink.remember(&spec.name, &json!(found))?;
                 sink.commit()?;

@@ -11,15 +11,15 @@ use super::files::{check_replaceable, distinct, outside, write_file};
 use super::gguf_settings::{check_importance, sampling};
 use super::host::{Host, Opened, as_floats, open_with};
 use super::memory::residence_by;
-use super::outputs::given_up;
+use super::outputs::{given_up, refuse_existing, resume};
 use super::quantize::{QuantizeRequest, is_gguf_name};
 use super::settings::RecipeSettings;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{HiddenStates, Residence, Sampling, Spill, TokenWindows};
-use crate::checkpoint::{CheckpointWriter, Published, WriteOptions};
+use crate::checkpoint::{Archive as _, CheckpointWriter, Published, WriteOptions};
 use crate::gguf::{
-    Curvature, GgufInputs, GgufPlan, GgufReport, GgufRequest, Importance, Steps, peak_memory, scratch_bytes,
-    write_tensors,
+    Curvature, GgufInputs, GgufPlan, GgufReport, GgufRequest, GgufWork, Importance, Steps, peak_memory,
+    scratch_bytes, write_tensors,
 };
 use crate::model::Model;
 use crate::pipeline::REPORT;
@@ -77,9 +77,7 @@ pub(super) fn check(request: &QuantizeRequest) -> Result<()> {
             "set ‹calibration›, for example ‹calibration=builtin›",
         ));
     }
-    if !request.force && request.output.exists() {
-        return Err(Error::OutputExists { path: request.output.clone() });
-    }
+    refuse_existing(std::slice::from_ref(&request.output), request.force, request.resume)?;
     if let Some(path) = &settings.gguf.save_imatrix {
         let written = [("save_imatrix", Some(path.as_path()))];
         distinct(&written, &request.files_read())?;
@@ -343,7 +341,7 @@ fn writer(
     let matrix = importance.map(ImportanceMatrix::matrix);
     let options = WriteOptions {
         force: request.force,
-        resume: request.resume,
+        resume: resume(request.resume),
         fingerprint: plan.fingerprint(&opened.directory, given, calibration, &host.program()?),
         archive: Arc::new(plan.archive(&file_name, split.is_some(), matrix, &origin)),
         single_file,
@@ -371,6 +369,13 @@ pub struct GgufPlanned {
     pub needs: GgufNeeds,
     /// What a run needs that computes an importance matrix, if these settings neither require nor exclude one.
     pub calibrated: Option<GgufNeeds>,
+    /// The size of the file or files in bytes, with the metadata, except what it says about an importance matrix that
+    /// the run computes.
+    pub file_bytes: u64,
+    /// What a run computes, as for `needs`.
+    pub work: GgufWork,
+    /// What a run computes, as for `calibrated`.
+    pub calibrated_work: Option<GgufWork>,
 }
 
 /// The estimated memory and disk space of a run.
@@ -444,5 +449,14 @@ pub fn plan_gguf_with(
     let may_calibrate = !calibrates && importance.is_none() && opened.model.quant_method().is_none();
     let calibrated = may_calibrate.then(|| of(Some(sampling)));
     let input_bytes = opened.directory.source().file_bytes();
-    Ok(GgufPlanned { plan, input_bytes, needs, calibrated })
+    let is_weighted = calibrates || importance.is_some();
+    let work = plan.work(&opened.model, calibrates.then_some(sampling), is_weighted);
+    let calibrated_work = may_calibrate.then(|| plan.work(&opened.model, Some(sampling), true));
+    let split = settings.gguf.split_max_size;
+    let origin = settings.gguf.imatrix.as_ref().map_or_else(String::new, |path| path.display().to_string());
+    let archive = plan.archive(FILE, split.is_some(), importance.as_ref(), &origin);
+    let layout =
+        archive.layout(&plan.outputs()?, split.unwrap_or(WriteOptions::default().max_shard_bytes))?;
+    let file_bytes = layout.file_bytes();
+    Ok(GgufPlanned { plan, input_bytes, needs, calibrated, file_bytes, work, calibrated_work })
 }

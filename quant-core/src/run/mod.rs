@@ -58,7 +58,7 @@ pub use gguf_settings::GgufSettings;
 pub use host::{Catalog, Host, Nothing, Opened, open, open_with, prepared};
 pub use memory::{MemoryBudget, residence};
 pub use outputs::write;
-pub(crate) use outputs::write_filled;
+pub(crate) use outputs::{refuse_existing, write_filled};
 pub use quantize::{Done, QuantizeJob, QuantizeRequest, Quantized, is_gguf_name, quantize};
 pub(crate) use quantize::{report_notes, warn_of_length, windows};
 pub use settings::RecipeSettings;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use crate::calibrate::TokenWindows;
 use crate::checkpoint::ModelDirectory;
 use crate::engines::{Compatibility, ENGINES, Engine, Outline};
 use crate::pipeline::{Job, QuantReport};
@@ -45,7 +46,15 @@ pub(super) fn model_card(
     );
     if let Some(batch) = &report.calibration {
         let (tokens, samples, length) = (batch.tokens, batch.samples, batch.length);
-        card += &format!("| Calibration | {tokens} tokens in {samples} windows of {length} |\n");
+        let text = match job.windows.and_then(TokenWindows::text) {
+            Some(name) => format!("the text `{}`", cell(name)),
+            None => "a given text".to_owned(),
+        };
+        card += &format!(
+            "| Calibration | {tokens} tokens in {samples} windows of {length} from {text}, seed {}; SHA-256 of the \
+             tokens: `{}` |\n",
+            batch.seed, batch.tokens_sha256
+        );
     }
     card += &format!("| Created by | quant {} |\n\n## Load it\n\n", report.version);
     card += &engines(job, wording);

@@ -9,9 +9,8 @@ use sha2::{Digest, Sha256};
 
 use super::host::Host;
 use super::model_card::{self, model_card};
-use super::quantize::QuantizeRequest;
 use crate::calibrate::{Residence, Spill};
-use crate::checkpoint::{CheckpointWriter, ModelDirectory, Published, WriteOptions, printable};
+use crate::checkpoint::{CheckpointWriter, ModelDirectory, Published, Resume, WriteOptions, printable};
 use crate::digest::hex;
 use crate::format::CONTAINERS;
 use crate::pipeline::{self, Job, Program, QuantReport, SavedStates, StateFiles, TensorReport};
@@ -55,21 +54,35 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
     Ok(recipe.containers.iter().map(|c| out.join(c.name())).collect())
 }
 
-pub(super) fn refuse_existing(outputs: &[PathBuf], request: &QuantizeRequest) -> Result<()> {
-    let Some(path) = outputs.iter().find(|path| !request.force && path.exists()) else { return Ok(()) };
-    if request.resume && outputs.len() > 1 {
+/// Fails if an output exists and may not be replaced.
+///
+/// # Errors
+/// [`Error::OutputExists`]; [`Error::Usage`] if a run was to be resumed that is finished, entirely or in part.
+pub(crate) fn refuse_existing(outputs: &[PathBuf], force: bool, resume: bool) -> Result<()> {
+    let Some(path) = outputs.iter().find(|path| !force && path.exists()) else { return Ok(()) };
+    let shown = path.display();
+    match (resume, outputs) {
         // If a run is killed while it publishes its formats one after another, only some of them exist.
-        return Err(Error::usage(
-            format!("{} already exists, so the run cannot be resumed", path.display()),
+        (true, [_, _, ..]) => Err(Error::usage(
+            format!("{shown} already exists, so the run cannot be resumed"),
             "add ‹force›, which writes existing formats again and resumes the others",
-        ));
+        )),
+        (true, _) if CheckpointWriter::is_finished(path) => Err(Error::usage(
+            format!("{shown} is finished: there is no interrupted run to resume"),
+            "use it as it is, or replace it with ‹force›",
+        )),
+        _ => Err(Error::OutputExists { path: path.clone() }),
     }
-    Err(Error::OutputExists { path: path.clone() })
+}
+
+/// How a run treats the unfinished work of an earlier one: it is lost only if the caller says so.
+pub(super) fn resume(required: bool) -> Resume {
+    if required { Resume::Required } else { Resume::IfSame }
 }
 
 /// Runs jobs on one model, each into a directory that appears only when its contents are verified; none appears before
-/// all are. `replacing` is `(force, resume)`: the first replaces existing outputs, the second continues an interrupted
-/// run.
+/// all are. `replacing` is `(force, resume)`, as in
+/// [`QuantizeRequest`](super::QuantizeRequest).
 ///
 /// # Errors
 /// As [`pipeline::quantize_each`] and [`CheckpointWriter`]. Finished work is kept if the same jobs can succeed later.
@@ -108,7 +121,7 @@ pub(crate) fn write_filled(
         };
         let options = WriteOptions {
             force,
-            resume,
+            resume: self::resume(resume),
             fingerprint: pipeline::fingerprint(job, directory, &program),
             companion_bytes: pipeline::companion_bytes(directory, job.plan)?
                 .saturating_add(others)

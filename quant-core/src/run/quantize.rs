@@ -1,5 +1,6 @@
 //! The entry point of a run, which `quant quantize` calls.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -16,7 +17,7 @@ use super::summary::Summary;
 use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{ChannelMaxima, TextTokenizer, TokenWindows};
 use crate::checkpoint::{Dtype, Published};
-use crate::engines::{Compatibility, ENGINES, Outline};
+use crate::engines::{Compatibility, ENGINES, Engine, Outline};
 use crate::model::Model;
 use crate::pipeline::{Job, QuantReport};
 use crate::recipe::{Extensions, Plan, Rates, Recipe};
@@ -44,9 +45,11 @@ pub struct QuantizeRequest {
     /// The memory that the run may use. If it is predicted to need more, hidden states are kept in files next to the
     /// output.
     pub memory_budget: MemoryBudget,
-    /// Whether an existing output is replaced once the new one is complete.
+    /// Whether an existing output is replaced once the new one is complete, and whether the finished work of an
+    /// interrupted run with a different request is discarded.
     pub force: bool,
-    /// Whether to continue an interrupted run.
+    /// Whether an interrupted run with a different request is an error even with `force`, and a finished one too. An
+    /// interrupted run with the same request is continued in any case.
     pub resume: bool,
 }
 
@@ -109,11 +112,12 @@ impl Done {
 
 /// Quantizes a model into directories that appear only when everything in them is verified.
 ///
-/// The finished work of an interrupted run stays next to the output, and a request with [`QuantizeRequest::resume`]
-/// continues it; the result is byte-identical.
+/// The finished work of an interrupted run stays next to the output, and the same request continues it; the result is
+/// byte-identical.
 ///
 /// # Errors
-/// [`Error::Usage`] and similar errors for invalid requests, before anything is written; errors of the model and the
+/// [`Error::Usage`] and similar errors for invalid requests, before anything is written, and if an interrupted run with
+/// a different request has finished work that would be lost; errors of the model and the
 /// text; [`Error::Interrupted`] when cancelled.
 pub fn quantize(request: &QuantizeRequest, host: &Host<'_>) -> Result<Done> {
     QuantizeJob::new(request)?.run(host)
@@ -198,7 +202,7 @@ impl<'a> QuantizeJob<'a> {
         };
         // For a local model this is checked later; here it prevents fetching a model for a run that cannot write.
         if host.catalog.is_named(&request.model) {
-            refuse_existing(outputs, request)?;
+            refuse_existing(outputs, request.force, request.resume)?;
         }
         let opened = prepared(
             open_with(&request.model, &request.extensions, &host)?,
@@ -251,7 +255,7 @@ fn checkpoints(
 ) -> Result<Vec<(Published, QuantReport)>> {
     let settings = &request.settings;
     let plans = settings.plans(&opened.model, recipe)?;
-    refuse_existing(outputs, request)?;
+    refuse_existing(outputs, request.force, request.resume)?;
     let Some(plan) = plans.first() else { return Err(Error::Internal("no plan was made".into())) };
     if let (Some(text), false) = (&request.calibration, plan.needs_text()) {
         return Err(settings.needs_no_text(&plan.method, &text.setting("calibration")));
@@ -344,16 +348,23 @@ pub(crate) fn report_notes(plans: &[Plan], model: &Model, host: &Host<'_>) {
         plans.iter().flat_map(|plan| [lost(plan), warnings(plan)].concat()).collect();
     for plan in plans {
         let outline = Outline::new(plan, model);
-        for engine in ENGINES.iter().filter(|engine| engine.is_common) {
+        let schemes = plan.module_schemes();
+        // One note per engine: a warning may say the same.
+        let is_noted = |engine: &Engine| {
+            plan.container.loader_rules().iter().any(|rule| rule.refuses(&engine.loader, &schemes))
+        };
+        for engine in ENGINES.iter().filter(|engine| engine.is_common && !is_noted(engine)) {
             if let Some(Compatibility::No(reason)) = engine.loads(&outline, 1) {
                 let (name, version, format) = (engine.name, engine.version(), outline.container);
                 notes.push(("note", format!("{name} {version} does not load this as {format}: {reason}")));
             }
         }
     }
-    notes.dedup();
+    let mut emitted = BTreeSet::new();
     for (label, message) in notes {
-        host.observer.event(&Event::Note { label, message });
+        if emitted.insert(message.clone()) {
+            host.observer.event(&Event::Note { label, message });
+        }
     }
 }
 

@@ -135,6 +135,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
         model: absolute(opened.directory.path())?,
         settings: stored,
         windows: tokens,
+        text: windows.as_ref().and_then(|windows| windows.text()).map(str::to_owned),
         blocks_per_unit: split.blocks_per_unit,
         forward_shards: split.forward_shards,
         experts_per_unit: split.experts_per_unit,
@@ -268,7 +269,10 @@ impl UnitJob {
         let plan = plans.pop().filter(|_| plans.is_empty());
         let plan = plan.ok_or_else(|| damaged(&store.shown(RECORD), "does not name one format".into()))?;
         let windows = match (&record.windows, plan.needs_text()) {
-            (Some(name), true) => Some(windows::read(&store.intact_input(name, host.cancel)?)?),
+            (Some(name), true) => {
+                let windows = windows::read(&store.intact_input(name, host.cancel)?)?;
+                Some(windows.named(record.text.as_deref()))
+            }
             (None, false) => None,
             _ => return Err(damaged(&store.shown(RECORD), "has the wrong inputs".into())),
         };

@@ -12,14 +12,14 @@ use super::unit_file::UnitFile;
 use super::work::key;
 use crate::calibrate::Residence;
 use crate::checkpoint::{CheckpointWriter, TensorSink, refuse_overlap};
-use crate::run::{Host, Quantized, StepTimes, is_gguf_name, write_filled};
+use crate::run::{Host, Quantized, StepTimes, is_gguf_name, refuse_existing, write_filled};
 use crate::{Category, Error, Event, Result};
 
 const MAX_LISTED: usize = 4;
 
 impl UnitJob {
-    /// Writes the checkpoint of a job whose units are finished. `force` replaces an existing output, `resume` continues
-    /// an interrupted merge.
+    /// Writes the checkpoint of a job whose units are finished. `force` and `resume` are those of a
+    /// [`QuantizeRequest`](crate::run::QuantizeRequest).
     ///
     /// The result is byte-identical to that of [`run::quantize`](crate::run::quantize).
     ///
@@ -30,9 +30,8 @@ impl UnitJob {
         let started = Instant::now();
         let steps = StepTimes::new(host.observer);
         let host = host.observed(&steps);
-        if !force && output.exists() {
-            return Err(Error::OutputExists { path: output.to_owned() });
-        }
+        let outputs = [output.to_owned()];
+        refuse_existing(&outputs, force, resume)?;
         if is_gguf_name(output) {
             return Err(Error::usage(
                 format!(
@@ -50,7 +49,6 @@ impl UnitJob {
         self.require_companions(&host)?;
         self.remove_abandoned(&host);
         let job = job(&self.opened, &self.plan, self.windows.as_ref(), (host.observer, host.cancel));
-        let outputs = [output.to_owned()];
         let mut fill = |writers: &mut [CheckpointWriter]| match writers {
             [writer] => self.fill(writer, &host),
             _ => Err(Error::Internal("a merge writes one checkpoint".into())),

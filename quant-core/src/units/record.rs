@@ -34,6 +34,9 @@ pub(super) struct JobRecord {
     /// The calibration tokens, as an input.
     #[serde(deserialize_with = "Option::deserialize")]
     pub(super) windows: Option<String>,
+    /// The name of the calibration text, if it is one that every program has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) text: Option<String>,
     pub(super) blocks_per_unit: usize,
     /// The requested number of shards of calibration windows for the passage through the float model.
     pub(super) forward_shards: usize,

@@ -99,6 +99,29 @@ fn sidecars_are_those_on_the_list() {
 }
 
 #[test]
+fn placeholders_are_not_copied() {
+    let dir = model("{}");
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\n";
+    for (name, text) in
+        [("generation_config.json", "<!DOCTYPE html>"), ("vocab.json", pointer), ("LICENSE.html", "<html>")]
+    {
+        fs::write(dir.path().join(name), text).unwrap();
+    }
+    // These are checked where they are read.
+    fs::write(dir.path().join("tokenizer.json"), pointer).unwrap();
+    let opened = ModelDirectory::open(dir.path()).unwrap();
+    let names: Vec<_> = opened.sidecar_files().iter().map(|s| s.path.file_name().unwrap()).collect();
+    assert_eq!(names, ["LICENSE.html", "tokenizer.json"]);
+    let warnings = opened.warnings().join("\n");
+    for part in [
+        "generation_config.json is an HTML page, not the file itself; it is not copied",
+        "vocab.json is a Git LFS pointer, not the file itself; it is not copied",
+    ] {
+        assert!(warnings.contains(part), "{warnings}");
+    }
+}
+
+#[test]
 fn fields_name_key_and_reason() {
     let config = json!({
         "hidden_size": "4096", "layers": 1e3, "heads": -1, "vocab": 1u64 << 40, "zero": 0, "max": 1u64 << 31,

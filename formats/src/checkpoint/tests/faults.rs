@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 use super::{snapshot, spec, write_tensors};
 use crate::checkpoint::file_system::{FileSystem, RealFileSystem, StagedFile};
-use crate::checkpoint::{CheckpointWriter, Dtype, TensorSink, TensorSpec, WriteOptions};
+use crate::checkpoint::{CheckpointWriter, Dtype, Resume, TensorSink, TensorSpec, WriteOptions};
 use crate::{Error, Result};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -265,7 +265,7 @@ fn specs() -> Vec<TensorSpec> {
     vec![spec("a", Dtype::F32, &[8]), spec("b", Dtype::U8, &[5]), spec("c", Dtype::I32, &[3, 2])]
 }
 
-fn create(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> Result<CheckpointWriter> {
+fn create(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: Resume) -> Result<CheckpointWriter> {
     let options = WriteOptions {
         force,
         resume,
@@ -276,7 +276,7 @@ fn create(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> 
     CheckpointWriter::create_on(fs, target, specs(), options)
 }
 
-fn run(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: bool) -> Result<()> {
+fn run(fs: Arc<dyn FileSystem>, target: &Path, force: bool, resume: Resume) -> Result<()> {
     let mut writer = create(fs, target, force, resume)?;
     writer.add_file("config.json", b"{}")?;
     for unit in specs().chunks(2) {
@@ -309,7 +309,7 @@ fn scratch() -> TempDir {
 fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
     let reference = scratch();
     let place = reference.path().join("out");
-    run(Arc::new(RealFileSystem), &place, false, false).unwrap();
+    run(Arc::new(RealFileSystem), &place, false, Resume::Never).unwrap();
     let new = snapshot(&place);
 
     let force = old.is_some();
@@ -317,19 +317,19 @@ fn every_operation(fault: Fault, old: Option<Files>, can_exchange: bool) {
     for k in 0.. {
         assert!(k < 500, "the run did not end");
         let mut hit = true;
-        for resume in [false, true] {
+        for resume in [Resume::Never, Resume::IfSame, Resume::Required] {
             let dir = scratch();
             let target = dir.path().join("out");
             if let Some(old) = &old {
                 put(&target, old);
             }
             let fs = FaultyFileSystem::new(k, fault, can_exchange);
-            let outcome = run(Arc::new(fs.clone()), &target, force, false);
+            let outcome = run(Arc::new(fs.clone()), &target, force, Resume::Never);
             hit = fs.was_hit();
             if fault == Fault::PowerLoss {
                 fs.lose_unsynced();
             }
-            let case = format!("{fault:?} at operation {k}, resume {resume}: {outcome:?}");
+            let case = format!("{fault:?} at operation {k}, {resume:?}: {outcome:?}");
 
             let left = content_of(&target);
             let aside = dir.path().join("out.job/previous");
@@ -413,22 +413,22 @@ fn power_loss_at_any_operation_without_exchange() {
 fn power_loss_while_resuming() {
     let reference = scratch();
     let place = reference.path().join("out");
-    run(Arc::new(RealFileSystem), &place, false, false).unwrap();
+    run(Arc::new(RealFileSystem), &place, false, Resume::Never).unwrap();
     let new = snapshot(&place);
     for k in 0..500 {
         let dir = scratch();
         let target = dir.path().join("out");
         // The first run is interrupted after its first commit.
         let first = FaultyFileSystem::new(30, Fault::PowerLoss, true);
-        run(Arc::new(first.clone()), &target, false, false).unwrap_err();
+        run(Arc::new(first.clone()), &target, false, Resume::Never).unwrap_err();
         first.lose_unsynced();
         let second = FaultyFileSystem::new(k, Fault::PowerLoss, true);
-        let outcome = run(Arc::new(second.clone()), &target, false, true);
+        let outcome = run(Arc::new(second.clone()), &target, false, Resume::IfSame);
         second.lose_unsynced();
         let left = content_of(&target);
         assert!(left.is_none() || left.as_ref() == Some(&new), "operation {k}: {outcome:?}");
         let force = left.is_some();
-        run(Arc::new(steady()), &target, force, true).unwrap();
+        run(Arc::new(steady()), &target, force, Resume::Required).unwrap();
         assert_eq!(content_of(&target).as_ref(), Some(&new), "operation {k}");
         if !second.was_hit() {
             return;

@@ -180,6 +180,22 @@ fn directories_without_safetensors() {
         Err(Error::NoCheckpoint { reason, .. }) => assert!(reason.contains("adapter_model.safetensors")),
         other => panic!("{other:?}"),
     }
+    for (names, reason, remedy) in [
+        (
+            &["adapter_config.json", "adapter_model.bin"][..],
+            "a LoRA adapter",
+            "merge the adapter into its base model",
+        ),
+        (&["a.gguf", "config.json"], "only a.gguf", "give the path of the GGUF file"),
+        (&["model-00001-of-00002.safetensors"], "only model-00001", "download model.safetensors.index.json"),
+        (&["consolidated.safetensors"], "only consolidated", "that transformers loads"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        names.iter().for_each(|name| put(dir.path(), name, b""));
+        let error = open(&dir).unwrap_err();
+        assert!(error.to_string().contains(reason), "{error}");
+        assert!(error.remedy().to_string().contains(remedy), "{}", error.remedy());
+    }
     put(dir.path(), "model.safetensors", super::file("{}", b""));
     assert!(matches!(open(&dir), Err(Error::NoCheckpoint { .. })));
     let file = dir.path().join("x.pth");

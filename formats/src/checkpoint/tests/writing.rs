@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::{assert_holds, content, snapshot, spec, write_tensors};
 use crate::checkpoint::{
-    CheckpointWriter, Dtype, ShardedCheckpoint, TensorSink, TensorSpec, WriteOptions, refuse_overlap,
+    CheckpointWriter, Dtype, Resume, ShardedCheckpoint, TensorSink, TensorSpec, WriteOptions, refuse_overlap,
 };
 use crate::{CancelToken, Category, Error, Result, Silent};
 
@@ -35,7 +35,12 @@ fn forced() -> WriteOptions {
 }
 
 fn resumed() -> WriteOptions {
-    WriteOptions { resume: true, ..options() }
+    WriteOptions { resume: Resume::Required, ..options() }
+}
+
+/// The options of a run that resumes by itself.
+fn again() -> WriteOptions {
+    WriteOptions { resume: Resume::IfSame, ..options() }
 }
 
 fn place() -> (TempDir, PathBuf) {
@@ -278,6 +283,63 @@ fn resuming_keeps_what_was_committed() {
     let (_dir, target) = place();
     finish(create(&target, resumed()).unwrap()).unwrap();
     assert_eq!(snapshot(&target), expected, "resuming without a job starts a new one");
+}
+
+#[test]
+fn the_same_request_continues_by_itself() {
+    let (_dir, target) = place();
+    finish(create(&target, options()).unwrap()).unwrap();
+    let expected = snapshot(&target);
+    assert!(CheckpointWriter::is_finished(&target));
+
+    for options in [again(), WriteOptions { force: true, ..again() }] {
+        let (_dir, target) = place();
+        interrupted(&target);
+        assert!(!CheckpointWriter::is_finished(&target));
+        let writer = create(&target, options).unwrap();
+        assert!(writer.is_resumed() && writer.is_complete("a") && !writer.is_complete("c"));
+        let note = format!(
+            "2 of 4 tensors of the output are complete; to start over, remove {}",
+            job(&target).display()
+        );
+        assert!(writer.notes()[0].ends_with(&note), "{:?}", writer.notes());
+        finish(writer).unwrap();
+        assert_eq!(snapshot(&target), expected);
+    }
+}
+
+#[test]
+fn finished_work_of_another_request_is_discarded_only_with_force() {
+    let (_dir, target) = place();
+    interrupted(&target);
+    let other = |force| WriteOptions { fingerprint: json!({ "plan": "q", "alpha": 0.1 }), force, ..again() };
+    let before = fs::read(job(&target).join("journal.jsonl")).unwrap();
+    match create(&target, other(false)) {
+        Err(error @ Error::Usage { .. }) => {
+            let (message, remedy) = (error.to_string(), error.remedy().to_string());
+            assert!(message.contains("\n  plan: was p, is q"), "{message}");
+            assert!(
+                remedy.starts_with("run with the settings of the interrupted run to resume it, or"),
+                "{remedy}"
+            );
+            assert!(remedy.contains("‹force›") && !remedy.contains("‹resume›"), "{remedy}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(fs::read(job(&target).join("journal.jsonl")).unwrap(), before);
+    let writer = create(&target, other(true)).unwrap();
+    assert!(!writer.is_resumed() && !writer.is_complete("a") && writer.notes().is_empty());
+    drop(writer);
+    // Nothing has been finished since, so nothing would be lost.
+    let writer = create(&target, again()).unwrap();
+    assert!(!writer.is_resumed() && writer.notes().is_empty());
+    drop(writer);
+
+    // With a damaged record, the request is unknown.
+    interrupted(&target);
+    fs::write(job(&target).join("job.json"), "{").unwrap();
+    assert!(usage_message(create(&target, again())).contains("damaged"));
+    assert!(!create(&target, WriteOptions { force: true, ..again() }).unwrap().is_resumed());
 }
 
 #[test]

@@ -71,7 +71,8 @@ pub(super) static RULES: &[LoaderRule] = &[
         "vLLM 0.33 loads 4-bit integers with FP8 activations on GPUs of compute capability 9.0 only",
     ),
     LoaderRule::computed(&[LLAMA_CPP], ragged_blocks),
-    LoaderRule::computed(&[TRANSFORMERS, COMPRESSED_TENSORS, VLLM, SGLANG, LLAMA_CPP], odd_widths),
+    LoaderRule::computed(&[TRANSFORMERS, COMPRESSED_TENSORS, VLLM, SGLANG, LLAMA_CPP], odd_widths)
+        .refused_by(&[SGLANG, LLAMA_CPP]),
     LoaderRule::new(
         &[LLAMA_CPP],
         |schemes| {

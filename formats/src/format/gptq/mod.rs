@@ -34,7 +34,8 @@ static LOADER_RULES: &[LoaderRule] = &[
         &[VLLM, SGLANG],
         is_asymmetric,
         "vLLM and SGLang support only symmetric grids in the gptq format; they ignore zero points",
-    ),
+    )
+    .refused_by(&[VLLM, SGLANG]),
     LoaderRule::new(
         &[LLAMA_CPP],
         is_asymmetric,
@@ -43,7 +44,8 @@ static LOADER_RULES: &[LoaderRule] = &[
     LoaderRule::computed(&[VLLM, SGLANG], |schemes| match schemes.quantized.first().map(|(_, s)| s.bits()) {
         None | Some(4 | 8) => Vec::new(),
         Some(bits) => vec![format!("vLLM and SGLang support 4 and 8 bits in the gptq format, not {bits}")],
-    }),
+    })
+    .refused_by(&[VLLM, SGLANG]),
     LoaderRule::new(
         &[VLLM, SGLANG, GPTQMODEL],
         |schemes| !schemes.quantized.is_empty() && schemes.float.iter().any(|m| *m != HEAD),

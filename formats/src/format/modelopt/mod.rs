@@ -191,7 +191,8 @@ impl Container for ModelOpt {
 }
 
 static LOADER_RULES: &[LoaderRule] = &[
-    LoaderRule::new(&[TRANSFORMERS], |_| true, "transformers 5.23 does not load the modelopt format"),
+    LoaderRule::new(&[TRANSFORMERS], |_| true, "transformers 5.23 does not load the modelopt format")
+        .refused_by(&[TRANSFORMERS]),
     LoaderRule::computed(&[VLLM], excluded_by_substring),
 ];
 

@@ -49,7 +49,7 @@ pub fn model_in(directory: &Path) -> Result<Option<PathBuf>> {
         found = models(directory, found);
         if found.is_empty() {
             let reason = format!("none of its GGUF files is a model: {all}");
-            return Err(Error::NoCheckpoint { path: directory.to_owned(), reason });
+            return Err(Error::NoCheckpoint { path: directory.to_owned(), reason, remedy: None });
         }
     }
     match found.as_slice() {

@@ -10,7 +10,7 @@ use super::write::{Described, header};
 use super::{GgufArchive, GgufFault};
 use crate::TensorSink;
 use crate::blocks::{BLOCK_TYPES, F16, F32, Q4_K, Q6_K};
-use crate::checkpoint::{Archive, CheckpointWriter, Origin, WriteOptions};
+use crate::checkpoint::{Archive, CheckpointWriter, Origin, Resume, WriteOptions};
 
 fn entries() -> Vec<(String, Value)> {
     let lists = Value::Array(Array::String(vec!["a".into(), String::new(), "ü".into()]));
@@ -160,12 +160,12 @@ fn a_seal_fits_only_the_file_that_was_written() {
         CheckpointWriter::create(&path, specs.clone().collect(), WriteOptions { resume, ..options() })
             .unwrap()
     };
-    let mut writer = create(false);
+    let mut writer = create(Resume::Never);
     for spec in specs.clone() {
         writer.write(&spec.name, 0, &vec![1; spec.info.byte_len() as usize]).unwrap();
     }
     drop(writer.prepare(&crate::Silent, &crate::CancelToken::new()).unwrap());
-    let writer = create(true);
+    let writer = create(Resume::Required);
     assert_eq!(writer.notes(), ["resumed: 3 of 3 tensors of the output are complete"]);
     writer.publish().unwrap();
     assert!(std::fs::read(&path).unwrap() == bytes);
