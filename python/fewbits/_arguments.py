@@ -42,7 +42,7 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Returns the Python number that a value of another package stands for, such as numpy's integers and floats, and
+    """Returns the Python number that a value of a different package stands for, such as numpy's integers and floats, and
     arrays without dimensions; other values unchanged."""
     if isinstance(value, (bool, int, float, complex, str)) or getattr(value, "ndim", 0) != 0:
         return value
