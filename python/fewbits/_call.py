@@ -134,7 +134,7 @@ def explains_datasets(text: Texts | None) -> Iterator[None]:
     except InputError as error:
         if isinstance(text, str) and "neither an existing file nor a known text set" in error.message:
             load = f"datasets.load_dataset({text!r}, split=...)"
-            reword(error, remedy=f"{error.remedy}; for a dataset of a hub, pass its rows: {load}")
+            reword(error, error.message, f"{error.remedy}; for a dataset of a hub, pass its rows: {load}")
         raise
 
 

@@ -82,13 +82,9 @@ class InterruptedRun(QuantError):
     exit_code = 75
 
 
-def reword(
-    error: QuantError, message: str | None = None, remedy: str | None = None, path: str | None = None
-) -> None:
-    """Replaces parts of an error, where more is known about the call."""
-    error.message = error.message if message is None else message
-    error.remedy = error.remedy if remedy is None else remedy
-    error.path = error.path if path is None else path
+def reword(error: QuantError, message: str, remedy: str) -> None:
+    """Replaces the texts of an error by those for a caller of whom more is known."""
+    error.message, error.remedy = message, remedy
     error.args = (error.message, error.remedy, error.tensor, error.path)
 
 
