@@ -61,7 +61,8 @@ fn the_code_of_the_pages_compiles() {
         for block in blocks {
             let file = c_program::built(&format!("{page}-{count}.c"));
             std::fs::write(&file, block).unwrap();
-            let strict = ["-std=c11", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-pedantic", "-fopenmp", "-I"];
+            let strict =
+                ["-std=c11", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-pedantic", "-fopenmp", "-I"];
             succeeds(Command::new("cc").args(strict).arg(root().join("include")).arg(&file));
             count += 1;
         }

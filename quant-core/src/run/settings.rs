@@ -183,7 +183,8 @@ impl RecipeSettings {
             // A recipe file may have `[calibration]` only if its method uses a text. Here, a setting has overridden
             // that method.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
-                let file = self.recipe_text().map_or_else(|| path.display().to_string(), |_| "the recipe".into());
+                let file =
+                    self.recipe_text().map_or_else(|| path.display().to_string(), |_| "the recipe".into());
                 return Err(Error::usage(
                     format!(
                         "[calibration] of {file} has no effect: method `{}` {SEARCHES_NO_TEXT}",

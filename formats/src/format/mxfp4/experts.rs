@@ -88,7 +88,8 @@ impl Experts {
             _ => &[name],
         };
         let step = linears.len();
-        for (expert, (i, linear)) in (0..experts).flat_map(|expert| linears.iter().enumerate().map(move |l| (expert, l)))
+        for (expert, (i, linear)) in
+            (0..experts).flat_map(|expert| linears.iter().enumerate().map(move |l| (expert, l)))
         {
             let module = format!("{prefix}{expert}.{linear}");
             let mut add = |name: String, tensor: &str, dtype: Dtype, shape: Vec<usize>| {
@@ -157,7 +158,11 @@ impl TensorSource for Experts {
         let rows = start / row_bytes..end.div_ceil(row_bytes);
         let between = step * row_bytes;
         let mut stored = allocate::zeros((rows.len() - 1) * between + row_bytes, "the rows of an expert")?;
-        self.source.read_range(&part.tensor, ((first + rows.start * step) * row_bytes) as u64, &mut stored)?;
+        self.source.read_range(
+            &part.tensor,
+            ((first + rows.start * step) * row_bytes) as u64,
+            &mut stored,
+        )?;
         for (i, row) in stored.chunks(between).enumerate() {
             // The part of this row that was asked for, in the view.
             let at = (rows.start + i) * row_bytes;
@@ -196,7 +201,9 @@ impl PackedReader for ExpertReader {
 
     fn shape(&self, source: &dyn TensorSource, module: &str) -> Result<Option<[usize; 2]>> {
         let info = source.info(&format!("{module}{}", SUFFIXES[0]));
-        Ok(info.and_then(|info| <[usize; 2]>::try_from(&info.shape[..]).ok()).map(|[n, bytes]| [n, 2 * bytes]))
+        Ok(info
+            .and_then(|info| <[usize; 2]>::try_from(&info.shape[..]).ok())
+            .map(|[n, bytes]| [n, 2 * bytes]))
     }
 
     fn tensors(&self, source: &dyn TensorSource, weight: PackedWeight<'_>) -> Result<Vec<TensorSpec>> {
@@ -254,7 +261,11 @@ mod tests {
     }
 
     fn opened(source: MemorySource) -> Result<QuantizedCheckpoint> {
-        QuantizedCheckpoint::new(Arc::new(source), "config.json".as_ref(), &json!({ "quant_method": "mxfp4" }))
+        QuantizedCheckpoint::new(
+            Arc::new(source),
+            "config.json".as_ref(),
+            &json!({ "quant_method": "mxfp4" }),
+        )
     }
 
     /// The row of a stored tensor, decoded by hand.
@@ -303,7 +314,11 @@ mod tests {
         assert_eq!(checkpoint.source().read_f32("model.norm.weight").unwrap(), [2.0]);
         assert!(checkpoint.source().info(&format!("{LAYER}gate_up_proj_blocks")).is_none());
         let missing = checkpoint.read(&format!("{LAYER}0.gate_up_proj")).unwrap_err();
-        assert!(missing.remedy().to_string().contains(&format!("{LAYER}0.gate_proj")), "{}", missing.remedy());
+        assert!(
+            missing.remedy().to_string().contains(&format!("{LAYER}0.gate_proj")),
+            "{}",
+            missing.remedy()
+        );
     }
 
     #[test]
@@ -319,7 +334,8 @@ mod tests {
                 let name = format!("{LAYER}{name}");
                 changed.insert(&name, Dtype::U8, shape.to_vec(), vec![255; shape.iter().product()]).unwrap();
             }
-            let error = opened(changed).and_then(|opened| opened.read(&format!("{LAYER}2.down_proj"))).unwrap_err();
+            let error =
+                opened(changed).and_then(|opened| opened.read(&format!("{LAYER}2.down_proj"))).unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");
         };
         refused("down_proj_scales", &[], "down_proj_scales");

@@ -138,7 +138,10 @@ impl Recipe {
             let line = e.span().map(|span| line(span.start));
             let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
             let message = parser_message(e.message(), "a table");
-            Error::usage(format!("{place}{message}"), format!("correct the recipe, which must be TOML; {START}"))
+            Error::usage(
+                format!("{place}{message}"),
+                format!("correct the recipe, which must be TOML; {START}"),
+            )
         })?;
         let mut settings = TransformSettings::default();
         let method = file.method(extensions)?;
