@@ -13,8 +13,11 @@ from fewbits._errors import QuantError, reword
 Spelling = Callable[[str, str], str]
 
 _SPELLING: ContextVar[Spelling | None] = ContextVar("spelling", default=None)
-#: Code, which is left as it is; an argument with its value; or a row of an argument, such as ``calibration:2:``.
-_ARGUMENT = re.compile(r"""`[^`]*`|(?<![\w./])([a-z_]+)(?:=("[^"]*"|\[[^\]]*\]|[\w.]*)|(?=:\d+: ))""")
+#: A key of a step, such as `` `gptq.damping` ``; other code, which is left as it is; an argument with its value; or a row
+#: of an argument, such as ``calibration:2:``.
+_ARGUMENT = re.compile(
+    r"""`(?:gptq|smoothquant)\.([a-z_]+)`|`[^`]*`|(?<![\w./])([a-z_]+)(?:=("[^"]*"|\[[^\]]*\]|[\w.]*)|(?=:\d+: ))"""
+)
 
 
 def spelled(text: str) -> str:
@@ -24,7 +27,9 @@ def spelled(text: str) -> str:
         return text
 
     def replaced(found: re.Match[str]) -> str:
-        name, value = found.groups()
+        key, name, value = found.groups()
+        if key is not None:
+            return spelling(key, "")
         if name is None:
             return found[0]
         return spelling(name, value) if value is not None else spelling(name, "").removesuffix("=")

@@ -141,7 +141,7 @@ def test_the_gate(model: Path, rtn: Path, tmp_path: Path) -> None:
     line, *checks = str(caught.value).splitlines()
     assert line == f"the gate failed: {len(caught.value.checks)} of 2 checks did not pass"
     [size] = [check for check in checks if "size_bytes" in check]
-    assert size.startswith("  fail: model: size_bytes is ") and size.endswith("at most 1 B allowed (line 11 of the policy)")
+    assert size.startswith("  fail: model: size_bytes is ") and size.endswith("at most 1 B allowed (line 10 of the policy)")
     assert size.strip() in repr(failed) and caught.value.checks == failed.failed
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert len(failed.checks) == 2 and {one.verdict for one in failed.checks} >= {"fail"}
