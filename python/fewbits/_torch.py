@@ -16,6 +16,8 @@ from fewbits import _kernels
 from fewbits._memory import MappedFiles, anonymous, release, trim
 
 _LOGGER = logging.getLogger("fewbits")
+#: Kinds of numbers in messages.
+_NUMBERS = {"int": "integer"}
 # Codes that are unpacked at a time when a linear is packed, one per byte.
 _CODES = 16 << 20
 
@@ -199,7 +201,7 @@ def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float
     kind = getattr(inputs.type, "value", inputs.type)
     strategy = getattr(inputs.strategy, "value", inputs.strategy)
     if kind != "int" or inputs.num_bits != 8:
-        return f"{inputs.num_bits}-bit {kind} activations"
+        return f"{inputs.num_bits}-bit {_NUMBERS.get(kind, kind)} activations"
     if inputs.dynamic is True and strategy == "token" and inputs.symmetric:
         return "int8", None
     if inputs.dynamic is False and strategy == "tensor" and hasattr(module, "input_scale"):
@@ -215,7 +217,7 @@ def _unsupported(scheme: Any, module: torch.nn.Linear) -> str | None:
     kind = getattr(weights.type, "value", weights.type)
     strategy = getattr(weights.strategy, "value", weights.strategy)
     if kind != "int" or weights.num_bits not in (2, 4, 8):
-        return f"{weights.num_bits}-bit {kind} weights"
+        return f"{weights.num_bits}-bit {_NUMBERS.get(kind, kind)} weights"
     if not weights.symmetric:
         return "asymmetric weights"
     if strategy not in ("group", "channel", "tensor"):

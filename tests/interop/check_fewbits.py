@@ -141,7 +141,7 @@ def others(fewbits, model, scratch, tokens):
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("fewbits").addHandler(handler)
-    kinds = {"w4a16-g64-asym": "asymmetric weights", "fp8": "8-bit float weights"}
+    kinds = {"w3a16-g64-sym": "3-bit integer weights", "fp8": "8-bit float weights"}
     for scheme, reason in kinds.items():
         out = scratch / scheme
         fewbits.quantize(model, out, method="rtn", scheme=scheme, override={"down_proj": "w8a16-channel-sym"})
