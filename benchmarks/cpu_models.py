@@ -5,10 +5,12 @@ models of real shapes.
     python benchmarks/cpu_models.py eval QUANT OUT [--shape 1B --layers 16]
     python benchmarks/cpu_models.py make QUANT OUT [--shape 1B --layers 16]
 
-`transformers` alternates between the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, the
-same checkpoints with `fewbits.transformers`, and the W4A16 weights in the GPTQ format, which transformers loads with
-gptqmodel, each in its own process. The package is taken from FEWBITS_PACKAGE (default target/python/package). "8-bit head" also quantizes the output head. `eval` times `quant eval` alone and with --reference, on the demo model too. Both write
-a record of their measurements. `make` only creates the models.
+QUANT is the program. `transformers` needs torch, transformers, compressed-tensors and gptqmodel. It alternates between
+the bf16 original, the W4A16 and W8A8 checkpoints as transformers loads them, the same checkpoints with
+`fewbits.transformers`, and the W4A16 weights in the GPTQ format, which transformers loads with gptqmodel, each in its
+own process. The package is taken from FEWBITS_PACKAGE (default target/python/package). "8-bit head" also quantizes the
+output head. `eval` times `quant eval` alone and with --reference, on the demo model too. Both write a record of their
+measurements. `make` only creates the models, and needs torch and transformers.
 """
 
 import argparse

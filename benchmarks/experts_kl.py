@@ -2,9 +2,9 @@
 
     python benchmarks/experts_kl.py QUANT TEXT MODEL... [--scheme S]... [--out DIR]
 
-Each MODEL was trained by `train_experts.py` on the same text, with a seed of its own. TEXT is a text of the same kind,
-such as `tinystories_valid.txt`. Every variant is scored against the float model on the same windows. Writes the record
-to benchmarks/record/experts-kl.
+QUANT is the program. Each MODEL was trained by `train_experts.py` on the same text, with a seed of its own. TEXT is a
+text of the same kind, such as `tinystories_valid.txt`. Every variant is scored against the float model on the same
+windows. Writes the record to benchmarks/record/experts-kl.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def over_seeds(found: list[list[float]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("quant", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("models", type=Path, nargs="+")

@@ -2,7 +2,8 @@
 
     python benchmarks/kl_by_layer.py QUANT DATA OUT
 
-DATA has `models/` and `text/`. Writes the record to benchmarks/record/kl-by-layer. `cargo xtask charts` draws it.
+QUANT is the program. DATA has `models/books-7m`, a checkpoint, and `text/books_valid.txt`. Writes the record to
+benchmarks/record/kl-by-layer. `cargo xtask charts` draws it.
 """
 
 import json
@@ -10,7 +11,6 @@ import math
 import shutil
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import records
@@ -34,7 +34,7 @@ def score(quant: Path, model: Path, text: Path, ignored: list[str], out: Path) -
 
 
 def main() -> None:
-    quant, data, out = (Path(given) for given in sys.argv[1:])
+    quant, data, out = records.paths(__doc__, "QUANT", "DATA", "OUT")
     out.mkdir(parents=True, exist_ok=True)
     model, text = data / "models" / MODEL, data / "text" / TEXT
     blocks = range(json.loads((model / "config.json").read_text())["num_hidden_layers"])

@@ -3,12 +3,13 @@
     python benchmarks/memory_budget.py QUANT XTASK TEXT OUT [--shape 1B|8B|70B] [--layers N] [--vocab N] [--samples N]
                                        [--seq-len N] [--methods awq,gptq,…] [--pairs N] [--share 0.33]
 
-For each method, a synthetic model of the shape is quantized in memory, with the predicted peak as the budget, and with
-a smaller budget: the smallest possible one, or the given share of the predicted peak if that is larger. The runs with
-the smaller budget are inside a memory control group with this limit, if this user may create one. Peak memory is the
-VmHWM that the program reports. The weight files of all runs of a method must be equal byte for byte. Prints a Markdown
-table, and appends its rows to OUT/memory-budget.csv. The methods that begin with `gguf` write GGUF files of the type
-Q4_K_M: without a text, with an importance matrix, with AWQ, or with GPTQ.
+QUANT and XTASK are programs of this workspace; TEXT is a calibration text. For each method, a synthetic model of the
+shape is quantized in memory, with the predicted peak as the budget, and with a smaller budget: the smallest possible
+one, or the given share of the predicted peak if that is larger. The runs with the smaller budget are inside a memory
+control group with this limit, if this user may create one. Peak memory is the VmHWM that the program reports. The
+weight files of all runs of a method must be equal byte for byte. Prints a Markdown table, and appends its rows to
+OUT/memory-budget.csv. The methods that begin with `gguf` write GGUF files of the type Q4_K_M: without a text, with an
+importance matrix, with AWQ, or with GPTQ.
 """
 
 import argparse

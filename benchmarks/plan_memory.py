@@ -2,15 +2,14 @@
 
     python benchmarks/plan_memory.py QUANT OUT
 
-A checkpoint of each shape is created in OUT/models: a config, and sparse safetensors files that contain only headers,
-so that even the largest one, of 141 GB, takes less than a megabyte on disk. `plan` reads only headers. Writes the
-record to benchmarks/record/plan-memory.
+QUANT is the program. A checkpoint of each shape is created in OUT/models: a config, and sparse safetensors files that
+contain only headers, so that even the largest one, of 141 GB, takes less than a megabyte on disk. `plan` reads only
+headers. Writes the record to benchmarks/record/plan-memory.
 """
 
 import json
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import records
@@ -76,7 +75,7 @@ def write_sparse(directory: Path, config: dict, tensors: dict[str, list[int]]) -
 
 
 def main() -> None:
-    quant, out = sys.argv[1], Path(sys.argv[2])
+    quant, out = records.paths(__doc__, "QUANT", "OUT")
     rows = []
     for name, shape in SHAPES.items():
         model = out / "models" / name

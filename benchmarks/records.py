@@ -2,6 +2,7 @@
 both in the form that `cargo xtask` uses.
 """
 
+import argparse
 import csv
 import datetime
 import os
@@ -12,6 +13,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks/record"
+
+
+def paths(description: str, *names: str) -> list[Path]:
+    """Parses the command line of a script whose arguments are these paths. `--help` prints the description."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in names:
+        parser.add_argument(name, type=Path)
+    given = parser.parse_args()
+    return [getattr(given, name) for name in names]
 
 
 def today() -> datetime.date:

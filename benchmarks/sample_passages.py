@@ -6,10 +6,10 @@ Run it in the root of the repository. Someone who did not write the passages rea
 has the rules, and benchmarks/record/prose the results. Records and generated files are left out.
 """
 
+import argparse
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 COUNTS = {"comment": 30, "docs": 15, "message": 15}
@@ -58,9 +58,9 @@ def messages():
 
 
 def main():
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
-    random.seed(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("SEED")
+    random.seed(parser.parse_args().SEED)
     for kind, found in {"comment": comments, "docs": paragraphs, "message": messages}.items():
         long_enough = [(place, text) for place, text in found() if len(text) > SHORTEST[kind]]
         for place, text in random.sample(long_enough, COUNTS[kind]):

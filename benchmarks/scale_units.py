@@ -2,17 +2,17 @@
 
     python benchmarks/scale_units.py QUANT OUT
 
-A checkpoint of each shape is created in OUT: a config, the tokenizer of the demo model, and sparse safetensors files
-that contain only headers. `job init` and `job units` read only headers. Writes OUT/NAME.json.
+QUANT is the program. A checkpoint of each shape is created in OUT: a config, the tokenizer of the demo model, and
+sparse safetensors files that contain only headers. `job init` and `job units` read only headers. Writes OUT/NAME.json.
 """
 
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import plan_memory
+import records
 
 LLAMA = {
     "llama-70b": dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
@@ -68,7 +68,7 @@ def deepseek() -> tuple[dict, dict]:
 
 
 def main() -> None:
-    quant, out = sys.argv[1], Path(sys.argv[2])
+    quant, out = records.paths(__doc__, "QUANT", "OUT")
     out.mkdir(parents=True, exist_ok=True)
 
     def run(*words: object) -> str:

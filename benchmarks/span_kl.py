@@ -2,9 +2,10 @@
 
     python benchmarks/span_kl.py QUANT DATA OUT
 
-DATA has `models/` and `text/`. Each model is quantized block by block (sequentially), in spans of 4, 2 and 1 blocks,
-with inputs from the float model, and with RTN. All are scored against the float model on the same windows, and each is
-compared with the sequential run window by window. Writes the record to benchmarks/record/span-kl.
+QUANT is the program. DATA has checkpoints in `models/` (`books-7m`, `tinystories-656k`, `stories260k`) and their texts
+in `text/`. Each model is quantized block by block (sequentially), in spans of 4, 2 and 1 blocks, with inputs from the
+float model, and with RTN. All are scored against the float model on the same windows, and each is compared with the
+sequential run window by window. Writes the record to benchmarks/record/span-kl.
 """
 
 import json
@@ -12,7 +13,6 @@ import math
 import shutil
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import records
@@ -53,7 +53,7 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    quant, data, out = (Path(given) for given in sys.argv[1:])
+    quant, data, out = records.paths(__doc__, "QUANT", "DATA", "OUT")
     out.mkdir(parents=True, exist_ok=True)
     rows = []
     for name, (*texts, more) in MODELS.items():

@@ -6,7 +6,8 @@ TEXT is a file with one JSON object with `text` per line, such as `tinystories_c
 lines are trained on. The last tenth is copied to OUT/calibration.jsonl, so that a model can be calibrated on text that it
 was not trained on. The tokenizer is trained on the same nine tenths.
 
-The same arguments give the same model on the same machine with the same versions.
+Needs torch, transformers and tokenizers. The same arguments give the same model on the same machine with the same
+versions.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def tokenizer_of(texts: list[str]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, required=True)

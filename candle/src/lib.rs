@@ -1,7 +1,7 @@
 //! Quantized checkpoints in candle's [`QMatMul`], on CPUs.
 //!
 //! candle's quantized models multiply by [`QTensor`]s, whose types are those of GGUF files. This crate makes `QTensor`s
-//! of the linears of AWQ, GPTQ, compressed-tensors, ModelOpt, QServe and FP8 checkpoints. Their weights stay packed,
+//! of the linears of AWQ, GPTQ, compressed-tensors, ModelOpt, QServe and FP8 checkpoints, and of gpt-oss. Their weights stay packed,
 //! and the kernels of `quant-kernels-cpu` multiply by them, so code on `QMatMul` or on
 //! `candle_transformers::quantized_nn::Linear` does not change.
 //!
@@ -162,4 +162,15 @@ pub fn qtensor(mut weight: QuantizedTensor, runner: &Runner) -> Result<QTensor> 
 
 fn as_qtensor(packed: PackedType, [n, k]: [usize; 2]) -> Result<QTensor> {
     QTensor::new(QStorage::Cpu(Box::new(packed)), (n, k))
+}
+
+/// The examples of the pages are compiled.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../docs/guide/kernels.md")]
+    struct Guide;
+    #[doc = include_str!("../../docs/kernels/candle.md")]
+    struct Candle;
 }

@@ -7,7 +7,7 @@ use std::error::Error;
 use std::path::Path;
 
 use quant_formats::format::QuantizedCheckpoint;
-use quant_kernels_cpu::{FloatRows, IsaToken, PackedLinear, RowLayout, Serial};
+use quant_kernels_cpu::{FloatRows, PackedLinear, RowLayout, Serial};
 
 /// Reads the linear `module`, with its bias, and packs it for the kernels.
 pub fn load(checkpoint: &Path, module: &str) -> Result<PackedLinear, Box<dyn Error>> {
@@ -19,7 +19,7 @@ pub fn load(checkpoint: &Path, module: &str) -> Result<PackedLinear, Box<dyn Err
 /// `x · Wᵀ + b`: `x` is `[m, k]`, the result `[m, n]`, both row-major.
 pub fn multiply(linear: &PackedLinear, x: &[f32]) -> Result<Vec<f32>, Box<dyn Error>> {
     let (n, k) = (linear.layout().n(), linear.layout().k());
-    let mut rows = FloatRows::new(IsaToken::detect());
+    let mut rows = FloatRows::default();
     rows.pack(x, RowLayout::of(linear.layout()), &Serial)?;
     let mut out = vec![0.0; x.len() / k * n];
     linear.multiply_float(&rows, &mut out, &Serial)?;

@@ -559,8 +559,8 @@ extern "C" {
 #endif // __cplusplus
 
 // Opens a checkpoint: a directory with `config.json` and safetensors files, in one of the formats AWQ, GPTQ,
-// compressed-tensors, ModelOpt, QServe or FP8. Checks headers and shapes, and reads no weights. `path` ends with a
-// zero byte. The handle must be freed by `qz1_checkpoint_free`. On error, `out` is set to null.
+// compressed-tensors, ModelOpt, QServe, FP8 or gpt-oss's MXFP4. Checks headers and shapes, and reads no weights. `path`
+// ends with a zero byte. The handle must be freed by `qz1_checkpoint_free`. On error, `out` is set to null.
 qz1_status qz1_checkpoint_open(const char *path,
                                struct qz1_checkpoint **out,
                                const struct qz1_message *message);

@@ -87,8 +87,8 @@ fn linear(checkpoint: &qz1_checkpoint, index: usize) -> Result<&LinearInfo, Faul
 }
 
 /// Opens a checkpoint: a directory with `config.json` and safetensors files, in one of the formats AWQ, GPTQ,
-/// compressed-tensors, ModelOpt, QServe or FP8. Checks headers and shapes, and reads no weights. `path` ends with a
-/// zero byte. The handle must be freed by `qz1_checkpoint_free`. On error, `out` is set to null.
+/// compressed-tensors, ModelOpt, QServe, FP8 or gpt-oss's MXFP4. Checks headers and shapes, and reads no weights. `path`
+/// ends with a zero byte. The handle must be freed by `qz1_checkpoint_free`. On error, `out` is set to null.
 ///
 /// # Safety
 /// Same as for `qz1_layout_of`.

@@ -50,6 +50,28 @@ fn threads_and_processes_share_weights() {
 
 #[test]
 #[cfg(unix)]
+fn the_code_of_the_pages_compiles() {
+    if !has("cc") {
+        return;
+    }
+    for (page, expected) in [("c.md", 6), ("cuda-c.md", 2)] {
+        let text = std::fs::read_to_string(root().join("../docs/kernels").join(page)).unwrap();
+        let blocks = text.split("```c\n").skip(1).map(|block| block.split("```").next().unwrap());
+        let mut count = 0;
+        for block in blocks {
+            let file = c_program::built(&format!("{page}-{count}.c"));
+            std::fs::write(&file, block).unwrap();
+            let strict =
+                ["-std=c11", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-pedantic", "-fopenmp", "-I"];
+            succeeds(Command::new("cc").args(strict).arg(root().join("include")).arg(&file));
+            count += 1;
+        }
+        assert_eq!(count, expected, "{page}");
+    }
+}
+
+#[test]
+#[cfg(unix)]
 fn the_header_is_c_and_cpp() {
     for (compiler, language, standard) in
         [("cc", "c", "c99"), ("cc", "c", "c11"), ("g++", "c++", "c++11"), ("g++", "c++", "c++17")]

@@ -6,7 +6,7 @@
 //! ```
 use std::error::Error;
 
-use quant_kernels_cpu::{FloatRows, Int8Rows, Isa, IsaToken, PackedLinear, RowLayout, Serial, WeightView};
+use quant_kernels_cpu::{FloatRows, Int8Rows, Isa, PackedLinear, RowLayout, Serial, WeightView};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let [n, k, group] = [256, 512, 128];
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Two tokens.
     let x: Vec<f32> = (0..2 * k).map(|i| (i % 9) as f32 * 0.25 - 0.5).collect();
     let layout = RowLayout::of(weight.layout());
-    let (mut integers, mut floats) = (Int8Rows::default(), FloatRows::new(IsaToken::detect()));
+    let (mut integers, mut floats) = (Int8Rows::default(), FloatRows::default());
     let (mut w4a8, mut w4a16) = (vec![0.0; 2 * n], vec![0.0; 2 * n]);
     integers.quantize(&x, layout, &Serial)?;
     weight.multiply(&integers, &mut w4a8, &Serial)?;

@@ -61,3 +61,16 @@ pub use linear::{PackedLinear, PackedView, Product, multiply_each, multiply_floa
 pub use parallel::Rayon;
 pub use parallel::{Parallel, Serial};
 pub use weight_view::{Scales, SuperMins, SuperScales, ViewError, WeightView};
+
+/// The examples of the pages are compiled, and run if they have a `main`.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../../docs/kernels.md")]
+    struct Kernels;
+    #[doc = include_str!("../../docs/kernels/activations.md")]
+    struct ActivationsPage;
+    #[doc = include_str!("../../docs/kernels/attention.md")]
+    struct Attention;
+    #[doc = include_str!("../../docs/kernels/experts.md")]
+    struct Experts;
+}

@@ -43,3 +43,16 @@ mod tensor;
 pub use error::{Error, Result};
 pub use float::Float;
 pub use libraries::{device_count, driver_available, nvrtc_available, require_device, require_nvrtc};
+
+/// The examples of the pages are compiled.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../../docs/kernels/cuda-activation.md")]
+    struct Activations;
+    #[doc = include_str!("../../docs/kernels/cuda-attention.md")]
+    struct Attention;
+    #[doc = include_str!("../../docs/kernels/cuda-host.md")]
+    struct Host;
+    #[doc = include_str!("../../docs/kernels/cuda-linear.md")]
+    struct Linear;
+}

@@ -8,7 +8,7 @@ Keyword arguments have the names and defaults of the command-line options. Resul
 notebooks display them as a page. Errors are subclasses of :class:`QuantError`.
 """
 
-from fewbits._api import evaluate, gate, inspect, plan, preset_recipe, quantize, update_baseline
+from fewbits._api import evaluate, gate, inspect, plan, preset_recipe, quantize, suggest_policy, update_baseline
 from fewbits._errors import (
     EnvironmentFailure,
     FewbitsWarning,
@@ -40,6 +40,7 @@ from fewbits._results import (
     Estimate,
     Evaluation,
     Floats,
+    GateFailed,
     GateResult,
     Gguf,
     Quantized,
@@ -57,6 +58,7 @@ __all__ = [
     "Expected",
     "FewbitsWarning",
     "Floats",
+    "GateFailed",
     "GateResult",
     "Generated",
     "Gguf",
@@ -89,5 +91,6 @@ __all__ = [
     "plan",
     "preset_recipe",
     "quantize",
+    "suggest_policy",
     "update_baseline",
 ]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, Union
 
-from fewbits._arguments import check_types
-from fewbits._call import PathOrName, Texts, optional_path, path, run, text_argument
+from fewbits._arguments import check_types, plain
+from fewbits._call import PathOrName, Texts, explains_datasets, optional_path, path, run, text_argument
 from fewbits._errors import UsageError
 from fewbits._events import Event
 from fewbits._plans import Inspection, Plan
@@ -30,7 +30,7 @@ def _overrides(given: _Overrides) -> list[str]:
 
 
 def _text(given: _Number | None) -> str | None:
-    return None if given is None else str(given)
+    return None if given is None else str(plain(given))
 
 
 def _check_count(name: str, count: int | None) -> None:
@@ -168,8 +168,9 @@ def plan(
     """Shows what :func:`quantize` with the same arguments would do to every tensor, without quantizing anything.
 
     ``format`` is one format or several, ``symmetric=False`` selects grids with a zero point, and ``override`` is
-    ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. ``steps`` is ``{"STEP": {"KEY": value}}``, as in a
-    recipe file. The other arguments are those of the command line.
+    ``{"PATTERN": "SCHEME"}`` or a list of ``"PATTERN=SCHEME"``. ``recipe`` is the path of a recipe file, or its text
+    (TOML), as :func:`preset_recipe` returns it. ``steps`` is ``{"STEP": {"KEY": value}}``, as in a recipe file. The
+    other arguments are those of the command line.
 
     Raises :class:`QuantError`.
     """
@@ -332,15 +333,16 @@ def quantize(
         "resume": resume,
         "report": optional_path(report),
     }
-    done = run(
-        "quantize",
-        request,
-        rows=rows,
-        on_event=on_event,
-        progress=progress,
-        threads=threads,
-        resumes=True,
-    )
+    with explains_datasets(calibration):
+        done = run(
+            "quantize",
+            request,
+            rows=rows,
+            on_event=on_event,
+            progress=progress,
+            threads=threads,
+            resumes=True,
+        )
     kinds: dict[str, type[Quantized | Gguf | Floats]] = {
         "quant-gguf-summary": Gguf,
         "quant-floats-summary": Floats,
@@ -390,20 +392,21 @@ def evaluate(
         "windows": windows,
         "execution": execution,
         "device": device,
-        "kv": str(kv),
+        "kv": str(plain(kv)),
         "journal": optional_path(journal),
         "report": optional_path(report),
         "compare": [path(one) for one in compare],
     }
-    done = run(
-        "evaluate",
-        request,
-        rows=rows,
-        on_event=on_event,
-        progress=progress,
-        threads=threads,
-        resumes=journal is not None,
-    )
+    with explains_datasets(text):
+        done = run(
+            "evaluate",
+            request,
+            rows=rows,
+            on_event=on_event,
+            progress=progress,
+            threads=threads,
+            resumes=journal is not None,
+        )
     return Evaluation(done["result"], done["page"])
 
 
@@ -434,8 +437,8 @@ def gate(
 
     ``results`` are files that :meth:`Evaluation.save` or the command line wrote, evaluations, or
     ``{"name": evaluation}``. A file is identified by its name without the extension, an evaluation by the last part of
-    its model's path. ``policy`` is a path, or the text of a policy (TOML). A failed gate does not raise: see
-    :attr:`GateResult.verdict`, or call :meth:`GateResult.check`.
+    its model's path. ``policy`` is a path, or the text of a policy (TOML); :func:`suggest_policy` returns one to start
+    from. A failed gate does not raise: see :attr:`GateResult.verdict`, or call :meth:`GateResult.check`.
 
     Raises :class:`QuantError`.
     """
@@ -451,6 +454,17 @@ def gate(
     }
     done = run("gate", request)
     return GateResult(done["outcome"], done["page"], done["summary"])
+
+
+def suggest_policy(results: _Results) -> str:
+    """Returns a draft of a policy (TOML) that these results pass with some slack. A policy says how much worse later
+    models may be; it cannot know whether these results are good enough.
+
+    Raises :class:`QuantError`.
+    """
+    check_types(suggest_policy, locals())
+    text: str = run("suggest", {"results": _results(results)})
+    return text
 
 
 def update_baseline(results: _Results, baseline: PathOrName) -> str:
@@ -474,7 +488,8 @@ def inspect(model: PathOrName) -> Inspection:
 
 
 def preset_recipe(preset: str) -> str:
-    """Returns a preset as a recipe file (TOML) with comments, a starting point for a custom one.
+    """Returns the text of a preset as a recipe (TOML) with comments, a starting point for a custom one. Pass the edited
+    text, or a file that contains it, as ``recipe`` of :func:`quantize`.
 
     Raises :class:`QuantError`.
     """

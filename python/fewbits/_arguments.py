@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import reprlib
 import types
 import typing
@@ -40,6 +41,24 @@ def check_types(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}= must be {_described(hint)}, not {shown}")
 
 
+def plain(value: Any) -> Any:
+    """Returns the Python number that a value of a different package stands for, such as numpy's integers and floats, and
+    arrays without dimensions; other values unchanged."""
+    if isinstance(value, (bool, int, float, complex, str)) or getattr(value, "ndim", 0) != 0:
+        return value
+    dtype = str(getattr(value, "dtype", "")).rpartition(".")[2]
+    if dtype.startswith("bool"):
+        return bool(value)
+    for method, convert in (("__index__", operator.index), ("__float__", float)):
+        if hasattr(type(value), method) and not dtype.startswith("complex"):
+            try:
+                return convert(value)
+            except (TypeError, ValueError):
+                # An array of floats has `__index__` too.
+                continue
+    return value
+
+
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """Returns the type without its parameters, and these."""
     origin, parameters = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -60,7 +79,10 @@ def _fits(value: object, hint: Any) -> bool:
         return callable(value)
     if origin in (int, float):
         # A bool is an int, but not a number of anything.
+        value = plain(value)
         return isinstance(value, (int, origin)) and not isinstance(value, bool)
+    if origin is bool:
+        return isinstance(plain(value), bool)
     if origin is Mapping:
         keys, values = parameters
         return isinstance(value, Mapping) and _all_fit(value.keys(), keys) and _all_fit(value.values(), values)
@@ -81,9 +103,9 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _all_fit(values: Iterable[object], hint: Any) -> bool:
-    if hint in (int, str):
-        # Fast, since there may be millions of tokens.
-        return all(issubclass(kind, hint) and kind is not bool for kind in set(map(type, values)))
+    # Fast, since there may be millions of tokens.
+    if hint in (int, str) and all(issubclass(kind, hint) and kind is not bool for kind in set(map(type, values))):
+        return True
     return hint is Any or all(_fits(value, hint) for value in values)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Union
 
 from fewbits import _native
-from fewbits._errors import UsageError
+from fewbits._arguments import plain
+from fewbits._errors import InputError, UsageError, reword
 from fewbits._events import Event, Listener
 
 #: A path, or the name of a model on a hub.
@@ -51,7 +52,7 @@ def run(
     wants_estimate = on_event is not None
     try:
         answer = _native.run(
-            kind, json.dumps(request), rows, listener, code(), python(), threads, wants_estimate
+            kind, as_json(request), rows, listener, code(), python(), threads, wants_estimate
         )
     except KeyboardInterrupt as stopped:
         if not resumes:
@@ -66,6 +67,18 @@ def run(
     finally:
         listener.close()
     return json.loads(answer)
+
+
+def as_json(request: object) -> str:
+    """Converts a request to JSON. Numbers of other packages become plain ones."""
+
+    def number(value: object) -> object:
+        converted = plain(value)
+        if converted is value:
+            raise TypeError(f"{type(value).__name__} {value!r} cannot be passed as a setting")
+        return converted
+
+    return json.dumps(request, default=number)
 
 
 def check_threads(threads: int | None) -> None:
@@ -101,11 +114,27 @@ def text_argument(given: Texts | None, name: str) -> tuple[str | None, list[str]
     if isinstance(given, (str, PathLike)):
         return fspath(given), None
     if isinstance(given, Mapping):
-        raise TypeError(f"{name}= must be a path, the name of a text, or rows; put a single row into a list")
+        raise TypeError(
+            f"{name}= must be a path, the name of a text, or rows; put a single row into a list, and choose one split "
+            'of several, such as dataset["train"]'
+        )
     rows = list(given)
     if rows and all(isinstance(row, Mapping) and "role" in row for row in rows):
         rows = [rows]
     return None, [_row(row, number, name) for number, row in enumerate(rows, 1)]
+
+
+@contextmanager
+def explains_datasets(text: Texts | None) -> Iterator[None]:
+    """Wraps a run on a text. If the text is the name of a dataset on a hub, which only other packages can load, the error
+    says how."""
+    try:
+        yield
+    except InputError as error:
+        if isinstance(text, str) and "neither an existing file nor a known text set" in error.message:
+            load = f"datasets.load_dataset({text!r}, split=...)"
+            reword(error, error.message, f"{error.remedy}; for a dataset of a hub, pass its rows: {load}")
+        raise
 
 
 def _row(row: Any, number: int, name: str) -> str:

@@ -82,6 +82,12 @@ class InterruptedRun(QuantError):
     exit_code = 75
 
 
+def reword(error: QuantError, message: str, remedy: str) -> None:
+    """Replaces the texts of an error by those for a caller of whom more is known."""
+    error.message, error.remedy = message, remedy
+    error.args = (error.message, error.remedy, error.tensor, error.path)
+
+
 _CLASSES: dict[str, type[QuantError]] = {
     kind.category: kind
     for kind in (UsageError, InputError, EnvironmentFailure, NumericError, InternalError, InterruptedRun)

@@ -6,10 +6,11 @@ import json
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fewbits._errors import FewbitsWarning
+from fewbits._names import spelled
 
 logger = logging.getLogger("fewbits")
 
@@ -153,6 +154,8 @@ class Listener:
 
     def __call__(self, kind: str, fields: str) -> None:
         event = _KINDS[kind](**json.loads(fields))
+        if isinstance(event, (Warned, Noted)):
+            event = replace(event, message=spelled(event.message))
         if isinstance(event, Warned):
             warnings.warn(event.message, FewbitsWarning, stacklevel=4)
         elif isinstance(event, Noted):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union
 
 from fewbits import _native
-from fewbits._arguments import check_types
-from fewbits._call import PathOrName, check_threads, code, path, python
+from fewbits._arguments import check_types, plain
+from fewbits._call import PathOrName, as_json, check_threads, code, path, python
 from fewbits._errors import UsageError
 from fewbits._events import Event, Listener
 
@@ -54,10 +54,10 @@ class Model:
             raise UsageError(f"max_length={max_length} is not a valid number of tokens", "use at least 1")
         self.path = path(model)
         self._threads = threads
-        request = {"model": self.path, "execution": execution, "kv": str(kv), "max_length": max_length}
+        request = {"model": self.path, "execution": execution, "kv": str(plain(kv)), "max_length": max_length}
         listener = Listener(on_event, progress)
         try:
-            self._native = _native.Model(json.dumps(request), listener, code(), python(), threads)
+            self._native = _native.Model(as_json(request), listener, code(), python(), threads)
         finally:
             listener.close()
         about: dict[str, Any] = json.loads(self._native.about)
@@ -165,7 +165,7 @@ class Model:
         listener = Listener(on_event, progress)
         try:
             answer = self._native.ask(
-                kind, json.dumps(request), listener, code(), python(), self._threads
+                kind, as_json(request), listener, code(), python(), self._threads
             )
         finally:
             listener.close()

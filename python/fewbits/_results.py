@@ -405,6 +405,9 @@ class Check:
         """Returns the fields."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.result}: {self.message} (line {self.line} of the policy)"
+
 
 class GateResult(Result):
     """The result of :func:`fewbits.gate`."""
@@ -439,19 +442,41 @@ class GateResult(Result):
         """The checks."""
         return tuple(Check(**{name: one[name] for name in Check.__dataclass_fields__}) for one in self._fields["checks"])
 
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks whose verdict is not ``pass``."""
+        return tuple(one for one in self.checks if one.verdict != "pass")
+
     def check(self) -> None:
-        """Raises ``AssertionError`` with the failed and inconclusive checks, unless the gate passes; for tests."""
+        """Raises :class:`GateFailed`, an ``AssertionError``, unless the gate passes; for tests."""
         if not self.passed:
-            lines = [f"{one.result}: {one.message}" for one in self.checks if one.verdict != "pass"]
-            verdict = "the gate failed" if self.verdict == "fail" else f"the gate is {self.verdict}"
-            raise AssertionError("\n".join([verdict, *lines]))
+            raise GateFailed(self)
 
     def page(self) -> str:
         """Returns the report as a page (HTML)."""
         return self._page
 
     def _shown(self) -> str:
-        return f"{self.verdict}, {len(self.checks)} checks"
+        failed = "".join(f"; {one}" for one in self.failed)
+        return f"{self.verdict}, {len(self.checks)} checks{failed}"
 
     def _repr_html_(self) -> str:
         return _frame(self._page)
+
+
+class GateFailed(AssertionError):
+    """A gate did not pass. ``str()`` lists the checks that did not pass, with what was measured and what is allowed."""
+
+    #: The result of the gate.
+    result: GateResult
+    #: The checks that did not pass.
+    checks: tuple[Check, ...]
+
+    def __init__(self, result: GateResult) -> None:
+        self.result, self.checks = result, result.failed
+        what = "the gate failed" if result.verdict == "fail" else f"the gate is {result.verdict}"
+        count = f"{len(self.checks)} of {len(result.checks)} checks did not pass"
+        super().__init__("\n".join([f"{what}: {count}", *(f"  {one}" for one in self.checks)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.result,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import logging
 import os
@@ -15,6 +16,8 @@ from fewbits import _kernels
 from fewbits._memory import MappedFiles, anonymous, release, trim
 
 _LOGGER = logging.getLogger("fewbits")
+#: Kinds of numbers in messages.
+_NUMBERS = {"int": "integer"}
 # Codes that are unpacked at a time when a linear is packed, one per byte.
 _CODES = 16 << 20
 
@@ -189,58 +192,71 @@ def _codes(stored: torch.Tensor, bits: int, k: int) -> torch.Tensor:
     return spread.reshape(len(rows), -1)[:, :k]
 
 
-def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float, int] | None] | None:
-    """Returns how a scheme treats the inputs: the arguments ``activations`` and ``static`` of :class:`PackedLinear`;
-    None if the kernels do not support it."""
+def _activations(scheme: Any, module: torch.nn.Module) -> tuple[str, tuple[float, int] | None] | str:
+    """Returns how a scheme treats the inputs: the arguments ``activations`` and ``static`` of :class:`PackedLinear`; or
+    what the kernels do not support."""
     inputs = scheme.input_activations
     if inputs is None:
         return "float", None
     kind = getattr(inputs.type, "value", inputs.type)
     strategy = getattr(inputs.strategy, "value", inputs.strategy)
     if kind != "int" or inputs.num_bits != 8:
-        return None
+        return f"{inputs.num_bits}-bit {_NUMBERS.get(kind, kind)} activations"
     if inputs.dynamic is True and strategy == "token" and inputs.symmetric:
         return "int8", None
     if inputs.dynamic is False and strategy == "tensor" and hasattr(module, "input_scale"):
         zero = getattr(module, "input_zero_point", None)
         zero_point = 0 if zero is None else int(zero.item())
         return "int8", (float(module.input_scale.item()), zero_point)
+    return f"activations with a scale per {strategy}"
+
+
+def _unsupported(scheme: Any, module: torch.nn.Linear) -> str | None:
+    """Returns why the kernels do not support the weight of a quantized linear; None if they do."""
+    weights = scheme.weights
+    kind = getattr(weights.type, "value", weights.type)
+    strategy = getattr(weights.strategy, "value", weights.strategy)
+    if kind != "int" or weights.num_bits not in (2, 4, 8):
+        return f"{weights.num_bits}-bit {_NUMBERS.get(kind, kind)} weights"
+    if not weights.symmetric:
+        return "asymmetric weights"
+    if strategy not in ("group", "channel", "tensor"):
+        return f"weights with a scale per {strategy}"
+    if getattr(weights, "actorder", None) == "group" or getattr(module, "weight_g_idx", None) is not None:
+        return "groups of inputs that are not adjacent"
+    if module.weight_scale.device.type != "cpu":
+        return f"weights on the device {module.weight_scale.device.type}"
+    if getattr(scheme, "output_activations", None) is not None:
+        return "quantized outputs"
+    stored = getattr(module, "weight_packed", None)
+    if stored is None and (weights.num_bits != 8 or module.weight.dtype != torch.int8):
+        return "weights that are not packed"
+    if stored is not None and stored.dtype != torch.int32:
+        return f"packed weights of type {stored.dtype}"
     return None
 
 
-def _packed(module: torch.nn.Module, files: MappedFiles) -> PackedLinear | None:
-    """Returns the packed form of a quantized linear; None if the kernels do not support it. The pages of its weight are
+def _packed(module: torch.nn.Linear, files: MappedFiles) -> PackedLinear | str:
+    """Returns the packed form of a quantized linear, or what the kernels do not support. The pages of its weight are
     released if they are mapped from one of the files."""
-    scheme = getattr(module, "quantization_scheme", None)
+    scheme: Any = module.quantization_scheme
     weights = getattr(scheme, "weights", None)
-    if weights is None or not isinstance(module, torch.nn.Linear):
-        return None
-    kind = getattr(weights.type, "value", weights.type)
-    strategy = getattr(weights.strategy, "value", weights.strategy)
-    if kind != "int" or weights.num_bits not in (2, 4, 8) or not weights.symmetric:
-        return None
-    if strategy not in ("group", "channel", "tensor") or getattr(weights, "actorder", None) == "group":
-        return None
-    if getattr(module, "weight_g_idx", None) is not None or module.weight_scale.device.type != "cpu":
-        return None
-    if getattr(scheme, "output_activations", None) is not None:
-        return None
-    stored = getattr(module, "weight_packed", None)
-    if stored is None:
-        stored = module.weight
-        if weights.num_bits != 8 or stored.dtype != torch.int8:
-            return None
-    elif stored.dtype != torch.int32:
-        return None
+    if weights is None:
+        return "float weights"
+    unsupported = _unsupported(scheme, module)
+    if unsupported is not None:
+        return unsupported
     activations = _activations(scheme, module)
-    if activations is None:
-        return None
+    if isinstance(activations, str):
+        return activations
     n, k = module.out_features, module.in_features
+    strategy = getattr(weights.strategy, "value", weights.strategy)
     scales = module.weight_scale.data.reshape(-1, module.weight_scale.shape[-1] if strategy == "group" else 1)
     if strategy == "tensor":
         scales = scales.expand(n, 1)
     bias = getattr(module, "bias", None)
-    data = stored.data
+    stored = getattr(module, "weight_packed", None)
+    data = (module.weight if stored is None else stored).data
 
     def codes(first: int, end: int) -> torch.Tensor:
         found = _codes(data[first:end], weights.num_bits, k)
@@ -258,17 +274,18 @@ def _packed(module: torch.nn.Module, files: MappedFiles) -> PackedLinear | None:
     )
 
 
-def replace_linears(model: torch.nn.Module) -> tuple[int, int]:
-    """Replaces linears of compressed-tensors by packed ones. Returns the numbers of linears that were replaced and
-    that were not."""
-    replaced = stayed = 0
+def replace_linears(model: torch.nn.Module) -> tuple[int, dict[str, str]]:
+    """Replaces linears of compressed-tensors by packed ones. Returns how many were replaced, and those that were not,
+    with the reason."""
+    replaced = 0
+    stayed: dict[str, str] = {}
     files = MappedFiles()
     for name, module in list(model.named_modules()):
         if getattr(module, "quantization_scheme", None) is None or not isinstance(module, torch.nn.Linear):
             continue
         packed = _packed(module, files)
-        if packed is None:
-            stayed += 1
+        if isinstance(packed, str):
+            stayed[name] = packed
             continue
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)
@@ -300,9 +317,14 @@ def quantizer(base: type[Any]) -> type[Any]:
                 return model
             replaced, stayed = replace_linears(model)
             self._packs = replaced > 0
+            model._fewbits_unpacked = stayed
             if stayed:
+                reasons = collections.Counter(stayed.values()).most_common()
                 _LOGGER.warning(
-                    "%d quantized linears are not supported by the kernels; transformers unpacks them", stayed
+                    "the kernels do not support %d of %d quantized linears, so transformers unpacks them: %s",
+                    len(stayed),
+                    replaced + len(stayed),
+                    ", ".join(f"{reason} ({count})" for reason, count in reasons),
                 )
             if replaced and not stayed:
                 hook = getattr(model, "ct_decompress_hook", None)

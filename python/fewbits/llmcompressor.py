@@ -18,11 +18,13 @@ Unsupported arguments are never ignored: they are rejected by name before any wo
 - The output head must be in ``ignore`` of each modifier with a scheme, as ``"lm_head"`` or a pattern that matches it.
   llm-compressor quantizes a head that is not ignored, also one that is tied to the embedding, which it unties. Here, a
   head is quantized with :func:`fewbits.quantize` and an override.
-- ``dataset`` is a path, the name of a built-in text, or rows. Names of datasets on a hub are not known.
+- ``dataset`` is a path, the name of a built-in text, or rows, not the name of a dataset on a hub: load it with
+  ``datasets.load_dataset(NAME, split=...)``, and pass the result.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
@@ -33,6 +35,7 @@ from fewbits._arguments import check_types
 from fewbits._call import PathOrName, Texts
 from fewbits._errors import UsageError
 from fewbits._events import Event
+from fewbits._names import naming
 from fewbits._results import Floats, Gguf, Quantized
 
 __all__ = ["AWQModifier", "GPTQModifier", "QuantizationModifier", "SmoothQuantModifier", "oneshot"]
@@ -63,6 +66,20 @@ ACT_ORDERS: dict[object, str] = {
     None: "none",
     False: "none",
 }
+
+#: Arguments of :func:`fewbits.quantize` by the names that they have here, in :func:`oneshot` or in a modifier.
+_ARGUMENTS = {
+    "output": "output_dir",
+    "calibration": "dataset",
+    "samples": "num_calibration_samples",
+    "seq_len": "max_seq_length",
+    "method": "recipe",
+    "alpha": "smoothing_strength",
+    "damping": "dampening_frac",
+    "act_order": "actorder",
+}
+#: Arguments of both, with the same name.
+_SAME = frozenset({"model", "scheme", "ignore", "block_size", "resume", "force", "threads", "on_event", "progress"})
 
 _Names = Union[str, Sequence[str]]
 
@@ -220,22 +237,37 @@ def _settings(recipe: _Modifier | Sequence[_Modifier]) -> dict[str, Any]:
     return settings
 
 
+def _spelling(name: str, value: str) -> str:
+    """Spells an argument of :func:`fewbits.quantize` as callers of :func:`oneshot` do."""
+    if name == "scheme":
+        value = next((f'"{theirs}"' for theirs, ours in SCHEMES.items() if f'"{ours}"' == value), value)
+    known = _ARGUMENTS.get(name, name)
+    has_no_name = known == name and name not in _SAME and name in inspect.signature(quantize).parameters
+    return f"fewbits.quantize({name}={value})" if has_no_name else f"{known}={value}"
+
+
 def _rows(dataset: Texts, column: str) -> Texts:
     """Returns the rows of a dataset with their texts, which are in ``column``, under the name ``text``."""
     if isinstance(dataset, (str, PathLike, Mapping)):
         return dataset
 
-    def renamed(row: Any) -> Any:
-        if isinstance(row, Mapping) and "messages" not in row:
-            if column not in row and "input_ids" in row:
-                raise UsageError(
-                    "the dataset contains tokens (`input_ids`)",
-                    "pass the texts or messages instead; this function tokenizes them",
-                )
-            return {"text": row.get(column)}
-        return row
+    def renamed(row: Any, number: int) -> Any:
+        if not isinstance(row, Mapping) or "messages" in row:
+            return row
+        if column not in row and "input_ids" in row:
+            raise UsageError(
+                "the dataset contains tokens (`input_ids`)",
+                "pass the texts or messages instead; this function tokenizes them",
+            )
+        if column not in row:
+            columns = ", ".join(f"`{name}`" for name in row)
+            raise UsageError(
+                f"row {number} of dataset= has no column `{column}`; its columns are {columns}",
+                "name the column with the texts with text_column=",
+            )
+        return {"text": row[column]}
 
-    return [renamed(row) for row in dataset]
+    return [renamed(row, number) for number, row in enumerate(dataset, 1)]
 
 
 def oneshot(
@@ -261,7 +293,7 @@ def oneshot(
     values as ``calibration`` of :func:`fewbits.quantize`; None selects the built-in text. With a
     ``QuantizationModifier`` alone, ``dataset``, ``num_calibration_samples`` and ``max_seq_length`` are used only if the
     scheme has static activation scales (``FP8``, ``NVFP4``). The last five arguments are those of
-    :func:`fewbits.quantize`.
+    :func:`fewbits.quantize`. Errors and warnings name the arguments of this function and its modifiers.
 
     Raises :class:`fewbits.QuantError`; :class:`fewbits.UsageError` names each unknown argument.
     """
@@ -281,13 +313,14 @@ def oneshot(
     if settings["method"] != "rtn" or settings["scheme"] in CALIBRATED:
         settings.update(samples=num_calibration_samples, seq_len=max_seq_length)
         settings["calibration"] = None if dataset is None else _rows(dataset, text_column)
-    return quantize(
-        model,
-        output_dir,
-        resume=resume,
-        force=force,
-        threads=threads,
-        on_event=on_event,
-        progress=progress,
-        **settings,
-    )
+    with naming(_spelling):
+        return quantize(
+            model,
+            output_dir,
+            resume=resume,
+            force=force,
+            threads=threads,
+            on_event=on_event,
+            progress=progress,
+            **settings,
+        )

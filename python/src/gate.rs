@@ -6,7 +6,7 @@ use quant_cli::commands::Session;
 use quant_cli::output::{check_writable, distinct, write_file};
 use quant_core::Result;
 use quant_evaluator::Evaluation;
-use quant_evaluator::gate::{Baseline, Policy, check_given, judge, junit, summary};
+use quant_evaluator::gate::{Baseline, Policy, check_given, judge, junit, suggest, summary};
 use quant_evaluator::report::gate_page;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -30,6 +30,12 @@ struct Gate {
     baseline: Option<PathBuf>,
     report: Option<PathBuf>,
     junit: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Suggest {
+    results: Vec<Given>,
 }
 
 #[derive(Deserialize)]
@@ -85,6 +91,12 @@ pub fn gate(request: &str, session: &Session) -> Result<String> {
         write_file(path, page.as_bytes())?;
     }
     Ok(json!({ "outcome": outcome, "page": page, "summary": summary(&outcome) }).to_string())
+}
+
+/// Returns a policy that these results pass, as JSON.
+pub fn suggested(request: &str) -> Result<String> {
+    let Suggest { results: given } = parse(request)?;
+    Ok(json!(suggest(&results(given)?)).to_string())
 }
 
 pub fn update_baseline(request: &str) -> Result<String> {

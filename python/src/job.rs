@@ -61,6 +61,7 @@ pub fn work(kind: &str, request: String, rows: Option<Vec<String>>) -> PyResult<
         "page" => Box::new(move |session| requests::page(&request, session)),
         "recipe" => Box::new(move |_| requests::preset_recipe(&request)),
         "gate" => Box::new(move |session| gate::gate(&request, session)),
+        "suggest" => Box::new(move |_| gate::suggested(&request)),
         "baseline" => Box::new(move |_| gate::update_baseline(&request)),
         other => return Err(PyValueError::new_err(format!("unknown job {other}"))),
     })

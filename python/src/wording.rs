@@ -48,6 +48,9 @@ impl Wording for Keywords {
             ] => {
                 return format!("`update_baseline([{results}], FILE)`");
             }
+            [Argument::Positional(results), Argument::Setting("suggest", None)] => {
+                return format!("`suggest_policy([{results}])`");
+            }
             _ => {}
         }
         // In Python, a result is an object with a method that saves it.

@@ -9,10 +9,12 @@ import pickle
 import shutil
 import struct
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import fewbits
+import numpy
 import pytest
 from conftest import QUICK, read_safetensors, write_safetensors
 
@@ -52,6 +54,8 @@ def test_one_hierarchy() -> None:
         ({"override": ["down_proj"]}, "has no `=`", "override="),
         ({"threads": 0}, "threads=0", "1 to 1024"),
         ({"seed": -1}, "seed=-1 is negative", "positive number"),
+        ({"recipe": "awq-w4a16"}, "awq-w4a16 does not exist", 'preset="awq-w4a16" selects the preset'),
+        ({"recipe": "method: awq\nscheme: w4a16\n"}, "line 1: ", "correct the recipe, which must be TOML"),
     ],
 )
 def test_usage(model: Path, tmp_path: Path, arguments: dict[str, Any], message: str, remedy: str) -> None:
@@ -174,6 +178,54 @@ def test_a_wrong_type_is_named_by_every_function(model: Path) -> None:
         with pytest.raises(TypeError) as caught:
             call()
         assert str(caught.value).startswith(message)
+
+
+def test_numbers_of_other_packages(model: Path, tmp_path: Path) -> None:
+    any_: Any = fewbits
+    ours: dict[str, Any] = {"method": "gptq", "group_size": 64, "damping": 0.25, "symmetric": True, "seed": 7}
+    theirs = {
+        "method": "gptq",
+        "group_size": numpy.int64(64),
+        "damping": numpy.array(0.25),
+        "symmetric": numpy.True_,
+        "seed": numpy.array(7),
+    }
+    expected = any_.plan(model, **ours).to_dict()
+    assert any_.plan(model, **theirs).to_dict() == expected
+    for value in (Fraction(1, 4), numpy.float32(0.25), numpy.float64(0.25)):
+        assert any_.plan(model, **{**ours, "damping": value}).to_dict() == expected
+    steps = {"gptq": {"damping": numpy.float32(0.25)}}
+    assert any_.plan(model, **{**ours, "damping": None, "steps": steps}).to_dict() == expected
+    loaded: Any = fewbits.Model(model, max_length=numpy.int32(256))
+    tokens = loaded.encode(["The mill stood"])[0]
+    assert loaded.decode(numpy.array(tokens)) == loaded.decode(tokens)
+    assert loaded.generate([numpy.array(tokens)], max_new_tokens=numpy.int64(2), temperature=numpy.float32(1))
+    refused = {
+        "seed= must be an integer, not bool": {"seed": numpy.True_},
+        "seed= must be an integer, not float64": {"seed": numpy.float64(1)},
+        "seed= must be an integer, not ndarray array([1])": {"seed": numpy.array([1])},
+        "seed= must be an integer, not ndarray array(1.5)": {"seed": numpy.array(1.5)},
+        "damping= must be a number, not bool": {"damping": numpy.False_},
+        "damping= must be a number, not complex128": {"damping": numpy.complex128(1)},
+        "force= must be True or False, not int64": {"force": numpy.int64(1)},
+    }
+    for message, arguments in refused.items():
+        with pytest.raises(TypeError) as caught:
+            any_.quantize(model, tmp_path / "out", method="gptq", **arguments)
+        assert str(caught.value).startswith(message)
+    with pytest.raises(TypeError, match="ndarray .* cannot be passed as a setting"):
+        any_.plan(model, method="gptq", steps={"gptq": {"damping": numpy.array([1, 2])}})
+
+
+def test_names_of_datasets_on_a_hub(model: Path, tmp_path: Path) -> None:
+    for call in (
+        lambda: fewbits.quantize(model, tmp_path / "out", calibration="org/chats"),
+        lambda: fewbits.evaluate(model, text="org/chats"),
+    ):
+        with pytest.raises(fewbits.InputError) as caught:
+            call()
+        assert "pass its rows: datasets.load_dataset('org/chats', split=...)" in caught.value.remedy
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_missing_packages_are_named_with_the_command_that_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:

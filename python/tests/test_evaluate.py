@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -134,8 +135,15 @@ def test_the_gate(model: Path, rtn: Path, tmp_path: Path) -> None:
     text = GATE.replace("40_000_000", "1")
     failed = fewbits.gate({"model": worse}, policy=text, baseline=baseline, report=report, junit=junit)
     assert failed.verdict == "fail" and failed.exit_code == 1 and not failed.passed
-    with pytest.raises(AssertionError, match="the gate failed"):
+    with pytest.raises(fewbits.GateFailed) as caught:
         failed.check()
+    assert isinstance(caught.value, AssertionError) and caught.value.result is failed
+    line, *checks = str(caught.value).splitlines()
+    assert line == f"the gate failed: {len(caught.value.checks)} of 2 checks did not pass"
+    [size] = [check for check in checks if "size_bytes" in check]
+    assert size.startswith("  fail: model: size_bytes is ") and size.endswith("at most 1 B allowed (line 10 of the policy)")
+    assert size.strip() in repr(failed) and caught.value.checks == failed.failed
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert len(failed.checks) == 2 and {one.verdict for one in failed.checks} >= {"fail"}
     assert all(one.result == "model" and one.windows == 4 for one in failed.checks)
     assert report.read_text() == failed.page() and "<testsuite" in junit.read_text()
@@ -144,6 +152,20 @@ def test_the_gate(model: Path, rtn: Path, tmp_path: Path) -> None:
     good.save(tmp_path / "model.json")
     assert fewbits.gate(tmp_path / "model.json", policy=policy, baseline=baseline).passed
     assert fewbits.gate([tmp_path / "model.json"], policy=policy, baseline=baseline).passed
+
+
+def test_a_suggested_policy(model: Path, rtn: Path, tmp_path: Path) -> None:
+    result = fewbits.evaluate(rtn, text="builtin-heldout", reference=model, **SHORT)
+    policy = fewbits.suggest_policy({"rtn": result})
+    assert 'schema = "quant-gate-policy/1"' in policy and 'results = ["rtn"]' in policy
+    baseline = fewbits.update_baseline({"rtn": result}, tmp_path / "baseline.json")
+    assert fewbits.gate({"rtn": result}, policy=policy, baseline=baseline).passed
+    result.save(tmp_path / "rtn.json")
+    assert fewbits.suggest_policy(tmp_path / "rtn.json") == policy
+    with pytest.raises(fewbits.InputError, match=r"`suggest_policy\(\[RESULT…\]\)` makes a policy to start from"):
+        fewbits.gate({"rtn": result}, policy=tmp_path / "none.toml")
+    with pytest.raises(fewbits.UsageError, match="no results were given"):
+        fewbits.suggest_policy([])
 
 
 def test_faults_of_gates(model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import fewbits
 import pytest
 from conftest import QUICK, digests
-from fewbits import llmcompressor
+from fewbits import _names, llmcompressor
 from fewbits.llmcompressor import (
     AWQModifier,
     GPTQModifier,
@@ -136,6 +136,52 @@ def test_what_oneshot_does_not_know_is_refused_by_name(call: Any, message: str) 
     with pytest.raises((fewbits.UsageError, TypeError)) as caught:
         call()
     assert message in str(caught.value)
+
+
+def test_errors_of_oneshot_name_its_arguments(model: Path, tmp_path: Path) -> None:
+    def refused(recipe: Any = CALIBRATED, **arguments: Any) -> str:
+        with pytest.raises((fewbits.QuantError, TypeError)) as caught:
+            oneshot(model=model, recipe=recipe, output_dir=tmp_path / "out", **arguments)
+        text = str(caught.value)
+        for name in ("samples", "seq_len", "calibration", "damping", "act_order", "alpha"):
+            assert not re.search(rf"(?<![\w.]){name}[=:]", text), text
+        return text
+
+    short = refused(dataset=["too short"])
+    assert short.startswith("dataset has ") and "num_calibration_samples=, max_seq_length=" in short
+    assert "num_calibration_samples=-1 is negative" in refused(num_calibration_samples=-1)
+    assert "dampening_frac=" in refused(GPTQModifier(scheme="W4A16", ignore=["lm_head"], dampening_frac=-1.0))
+    assert "smoothing_strength=" in refused(
+        [SmoothQuantModifier(smoothing_strength=2.0), QuantizationModifier(scheme="W8A8", ignore=["lm_head"])]
+    )
+    assert 'such as dataset["train"]' in refused(dataset={"train": []})
+    assert "row 2 of dataset= has no column `text`; its columns are `body`" in refused(
+        dataset=[{"text": "a"}, {"body": "b"}]
+    )
+    assert "dataset:2: " in refused(dataset=["a", {"text": 5}])
+    for name in ("ultrachat_200k", "org/chats"):
+        assert f"pass its rows: datasets.load_dataset('{name}', split=...)" in refused(dataset=name)
+    assert "ignore= `none`" in refused(GPTQModifier(scheme="W4A16", ignore=["lm_head", "none"]))
+    (tmp_path / "out").mkdir()
+    assert "replace it with force=True" in refused(num_calibration_samples=4, max_seq_length=64)
+    with pytest.warns(fewbits.FewbitsWarning, match="use max_seq_length=[0-9]+ or less"):
+        refused(max_seq_length=100_000, force=True)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("choose a group_size= that divides", "choose a fewbits.quantize(group_size=) that divides"),
+        ('leave out group_size="channel"', 'leave out fewbits.quantize(group_size="channel")'),
+        ('use scheme="w4a16-g128-sym"', 'use scheme="W4A16"'),
+        ("`plan(MODEL, samples=4)`, samples=4", "`plan(MODEL, samples=4)`, num_calibration_samples=4"),
+        ("a.samples=3 /samples=3 threads=2", "a.samples=3 /samples=3 threads=2"),
+    ],
+)
+def test_spelling_of_oneshot(ours: str, theirs: str) -> None:
+    with _names.naming(llmcompressor._spelling):
+        assert _names.spelled(ours) == theirs
+    assert _names.spelled(ours) == ours
 
 
 def shot(**arguments: Any) -> object:

@@ -65,6 +65,19 @@ def test_several_formats_in_one_run(model: Path, tmp_path: Path) -> None:
     assert methods == ["compressed-tensors", "gptq"]
 
 
+def test_a_recipe_is_a_file_or_its_text(model: Path, tmp_path: Path) -> None:
+    text = fewbits.preset_recipe("gptq-w4a16").replace("samples = 64", "samples = 4").replace("length = 512", "length = 64")
+    assert "samples = 4" in text and "length = 64" in text
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    fewbits.quantize(model, tmp_path / "file", recipe=file)
+    fewbits.quantize(model, tmp_path / "text", recipe=text)
+    assert digests(tmp_path / "file") == digests(tmp_path / "text")
+    assert fewbits.plan(model, recipe=text).method == "gptq"
+    with pytest.raises(fewbits.UsageError, match=r"\[calibration\] of the recipe has no effect"):
+        fewbits.plan(model, recipe=text, method="rtn")
+
+
 def test_overrides_and_channels(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     fewbits.quantize(model, out, method="rtn", group_size="channel", override={"down_proj": "w8a16-g32"})

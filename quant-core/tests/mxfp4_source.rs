@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use common::normal;
 use quant_core::checkpoint::{Dtype, MemorySink, MemorySource};
-use quant_core::format::container;
+use quant_core::format::{QuantizedCheckpoint, container};
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, quantize_job};
 use quant_core::recipe::Plan;
@@ -128,6 +128,24 @@ fn experts_keep_their_codes_in_other_formats() {
             }
         }
     }
+}
+
+/// An engine without a model reads the same experts, under the names that this library uses.
+#[test]
+fn engines_read_experts_as_linears() {
+    let (source, config) = gpt_oss();
+    let model = open(&source, &config);
+    let settings = &config["quantization_config"];
+    let checkpoint = QuantizedCheckpoint::new(Arc::new(source), "config.json".as_ref(), settings).unwrap();
+    assert_eq!(checkpoint.linears().len(), 3 * EXPERTS);
+    for linear in checkpoint.linears() {
+        let weight = model.source().read_f32(&format!("{}.weight", linear.name)).unwrap();
+        assert_eq!(checkpoint.read(&linear.name).unwrap().dequantize().unwrap(), weight, "{}", linear.name);
+        let bias = model.source().read_f32(&format!("{}.bias", linear.name)).unwrap();
+        assert_eq!(checkpoint.bias(&linear.name).unwrap(), Some(bias));
+    }
+    let router = "model.layers.0.mlp.router.weight";
+    assert_eq!(checkpoint.source().read(router).unwrap(), model.source().read(router).unwrap());
 }
 
 #[test]

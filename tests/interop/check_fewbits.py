@@ -9,6 +9,7 @@ The package is unpacked in the directory that FEWBITS_PACKAGE names, which `carg
 
 import argparse
 import json
+import logging
 import os
 import re
 import signal
@@ -125,9 +126,46 @@ def transformers_agrees(fewbits, model, scratch):
         half = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)(tokens).logits.float()
         assert ((half - expected).norm() / expected.norm()).item() <= 5e-2
         say(f"transformers: {name}, off by {error:.1e}", start)
+    others(fewbits, model, scratch, tokens)
     operator(linears[0])
     training(packed, tokens)
     guide(fewbits, scratch)
+
+
+def others(fewbits, model, scratch, tokens):
+    """What does not stay packed is logged with the reason, and listed."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    start = time.monotonic()
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("fewbits").addHandler(handler)
+    kinds = {"w3a16-g64-sym": "3-bit integer weights", "fp8": "8-bit float weights"}
+    for scheme, reason in kinds.items():
+        out = scratch / scheme
+        fewbits.quantize(model, out, method="rtn", scheme=scheme, override={"down_proj": "w8a16-channel-sym"})
+        loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        found = fewbits.transformers.linears(loaded)
+        assert len(found.packed) == 6 and all(name.endswith("down_proj") for name in found.packed), found
+        assert len(found.unpacked) == 6 * 6 and set(found.unpacked.values()) == {reason}, found
+        assert f"do not support 36 of 42 quantized linears, so transformers unpacks them: {reason} (36)" in logged[-1]
+        assert loaded(tokens).logits.isfinite().all()
+    packed = AutoModelForCausalLM.from_pretrained(scratch / "w8a16", dtype=torch.float32)
+    found = fewbits.transformers.linears(packed)
+    assert len(found.packed) == 42 and not found.unpacked and len(logged) == len(kinds), logged
+    # Each other kind of checkpoint is named once.
+    for _ in range(2):
+        AutoHfQuantizer.from_config({"quant_method": "fp8"}, pre_quantized=True)
+    assert len(logged) == len(kinds) + 1 and "keeps only compressed-tensors checkpoints packed" in logged[-1], logged
+    fewbits.transformers.disable()
+    assert "from_config" in vars(AutoHfQuantizer) and not fewbits.transformers.is_enabled()
+    fewbits.transformers._WARNED.clear()
+    AutoHfQuantizer.from_config({"quant_method": "fp8"}, pre_quantized=True)
+    assert len(logged) == len(kinds) + 1, logged
+    fewbits.transformers.enable()
+    logging.getLogger("fewbits").removeHandler(handler)
+    say("what does not stay packed is named", start)
 
 
 def guide(fewbits, scratch):
@@ -138,9 +176,12 @@ def guide(fewbits, scratch):
     try:
         for page in ("docs/guide/engines.md", "docs/guide/transformers.md"):
             text = (ROOT / page).read_text()
-            [block] = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+            blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
             fewbits.transformers.disable()
-            exec(compile(block, page, "exec"), {})
+            names = {}
+            for block in blocks:
+                exec(compile(block, page, "exec"), names)
+            assert blocks
     finally:
         os.chdir(before)
     say("the code of the guide", start)

@@ -204,6 +204,29 @@ fn messages_name_settings_and_no_options() {
     );
 }
 
+#[test]
+fn a_recipe_is_a_file_or_its_text() {
+    let recipe = |given: &str| RecipeSettings { recipe: Some(given.into()), ..RecipeSettings::default() };
+    let preset = Recipe::preset("gptq-w4a16").unwrap().to_toml();
+    let settings = recipe(&preset);
+    assert_eq!(settings.recipe().unwrap().to_toml(), preset);
+    assert_eq!(settings.files().count(), 0);
+    let described = |error: Error| format!("{error}\n{}", error.remedy().worded(&CommandLine));
+    for (given, expected) in [
+        ("quantize:\n  method: awq\n", "line 1: "),
+        ("quantize:\n  method: awq\n", "correct the recipe, which must be TOML"),
+        ("awq-w4a16", "awq-w4a16 does not exist\n--preset awq-w4a16 selects the preset of that name"),
+        ("none.toml", "none.toml does not exist\ngive a recipe file; "),
+    ] {
+        let message = described(recipe(given).recipe().unwrap_err());
+        assert!(message.contains(expected), "{message}");
+    }
+    let given = preset.replace("samples = 64", "samples = 8");
+    let settings = RecipeSettings { method: Some("rtn".into()), ..recipe(&given) };
+    let message = described(settings.recipe().unwrap_err());
+    assert!(message.contains("[calibration] of the recipe has no effect"), "{message}");
+}
+
 /// Every setting that is a key of a step can be set by its field and by the step's own name, with the same result, and
 /// its help on the command line is that of the step.
 #[test]

@@ -282,7 +282,7 @@ impl Policy {
 
 pub(super) fn fault(path: &Path, line: Option<usize>, reason: String) -> Error {
     let remedy = match reason == ABSENT {
-        true => "check the path; ‹gate(RESULT…, suggest)› prints a policy to start from",
+        true => "check the path; ‹gate(RESULT…, suggest)› makes a policy to start from",
         false => "correct the policy; its format is described in docs/evaluation.md",
     };
     Error::InputFile { path: path.to_owned(), line, reason, remedy: remedy.into() }

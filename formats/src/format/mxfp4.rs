@@ -7,12 +7,17 @@
 //! | `X_scales` | U8 | `[experts, n, k / 32]` | exponents: `2^(byte − 127)` |
 //!
 //! The values are exact in bf16 and are read as such: to callers, all of the model's linears are float. A conversion to
-//! another format takes the codes instead, as [`unpacked`] returns them.
+//! another format takes the codes instead, as [`unpacked`] returns them. [`QuantizedCheckpoint`](super::QuantizedCheckpoint)
+//! shows each expert's matrices as quantized linears.
+
+mod experts;
 
 use std::path::PathBuf;
 
 use quant_kernels_cpu::e8m0_value;
 use serde_json::Value;
+
+pub(super) use experts::{ExpertReader, Experts};
 
 use super::{PackedReader, PackedWeight};
 use crate::checkpoint::{Dtype, TensorSource, TensorSpec};
@@ -29,8 +34,12 @@ pub const BLOCK: usize = 32;
 
 /// Returns the reader for a checkpoint with this `quantization_config`; `None` for other methods. It never fails.
 pub(super) fn reader(config: &Value) -> Result<Option<Box<dyn PackedReader>>, String> {
-    let is_own = config.get("quant_method").and_then(Value::as_str) == Some(METHOD);
-    Ok(is_own.then(|| Box::new(Mxfp4) as Box<dyn PackedReader>))
+    Ok(is_own(config).then(|| Box::new(Mxfp4) as Box<dyn PackedReader>))
+}
+
+/// Whether a `quantization_config` describes this format.
+pub(super) fn is_own(config: &Value) -> bool {
+    config.get("quant_method").and_then(Value::as_str) == Some(METHOD)
 }
 
 /// The scheme of these weights.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 
+use super::mxfp4::{self, ExpertReader, Experts};
 use super::parts::{PartSource, check_range, common_multiple, divides, multiples, not_divided_by_inputs};
 use super::{PackedReader, PackedWeight, reader};
 use crate::checkpoint::{ConfigFields, ModelDirectory, TensorSource};
@@ -59,7 +60,7 @@ pub struct LinearInfo {
 /// use quant_formats::checkpoint::{Dtype, MemorySource};
 /// use quant_formats::format::{AutoAwq, Container, ModuleSchemes, QuantizedCheckpoint};
 /// use quant_formats::quantize::quantize_rtn;
-/// use quant_kernels_cpu::{FloatRows, IsaToken, RowLayout, Serial};
+/// use quant_kernels_cpu::{FloatRows, RowLayout, Serial};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// // A checkpoint with one linear of 16 outputs and 64 inputs; from a directory: QuantizedCheckpoint::open(path).
@@ -79,7 +80,7 @@ pub struct LinearInfo {
 ///
 /// // Packed once for the kernels of this CPU, then multiplied with two rows.
 /// let packed = checkpoint.read(&linear.name)?.pack(None, &Serial)?;
-/// let mut rows = FloatRows::new(IsaToken::detect());
+/// let mut rows = FloatRows::default();
 /// rows.pack(&[0.5f32; 2 * 64], RowLayout::of(packed.layout()), &Serial)?;
 /// let mut out = vec![0.0; 2 * 16];
 /// packed.multiply_float(&rows, &mut out, &Serial)?;
@@ -131,6 +132,9 @@ impl QuantizedCheckpoint {
     /// # Errors
     /// See [`open`](Self::open).
     pub fn new(source: Arc<dyn TensorSource>, path: &Path, settings: &Value) -> Result<Self> {
+        if mxfp4::is_own(settings) {
+            return Self::with_reader(Arc::new(Experts::new(source)?), Box::new(ExpertReader));
+        }
         let unsupported = |reason| Error::UnsupportedQuantization { path: path.to_owned(), reason };
         Self::with_reader(source, reader(settings).map_err(unsupported)?)
     }
@@ -148,6 +152,9 @@ impl QuantizedCheckpoint {
     }
 
     /// The quantized linears, sorted by name, each expert's individually. Embeddings are not included.
+    ///
+    /// In MXFP4 checkpoints of gpt-oss, these are `….experts.E.gate_proj`, `up_proj` and `down_proj`, although one tensor
+    /// stores the gate and up of all experts; [`source`](Self::source) shows tensors under these names too.
     pub fn linears(&self) -> &[LinearInfo] {
         &self.linears
     }

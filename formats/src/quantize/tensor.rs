@@ -81,7 +81,7 @@ impl QuantizedTensor {
     /// ```
     /// use quant_formats::checkpoint::Dtype;
     /// use quant_formats::quantize::quantize_rtn;
-    /// use quant_kernels_cpu::{FloatRows, IsaToken, RowLayout, Serial};
+    /// use quant_kernels_cpu::{FloatRows, RowLayout, Serial};
     ///
     /// # let weight: Vec<f32> = (0..16 * 64).map(|i| (i as f32 * 0.7).sin()).collect();
     /// # let mut weight = quantize_rtn("proj", &weight, [16, 64], "w4a16-g32".parse()?, Dtype::F16, None)?;
@@ -96,7 +96,7 @@ impl QuantizedTensor {
     ///     Some(order) => order.iter().map(|&input| x[input as usize]).collect(),
     ///     None => x,
     /// };
-    /// let mut rows = FloatRows::new(IsaToken::detect());
+    /// let mut rows = FloatRows::default();
     /// rows.pack(&x, RowLayout::of(packed.layout()), &Serial)?;
     /// let mut out = [0.0; 16];
     /// packed.multiply_float(&rows, &mut out, &Serial)?;

@@ -31,7 +31,20 @@ pub enum Bf16Parts {
 
 /// Rows `[m, k]` of floats, packed for one instruction set.
 ///
-/// Values are stored as `f32`, or as sums of bf16 ([`Bf16Parts`]) if the instruction set multiplies bf16.
+/// Values are stored as `f32`, or as sums of bf16 ([`Bf16Parts`]) if the instruction set multiplies bf16. Rows are
+/// multiplied on the instruction set that they were packed for.
+///
+/// ```
+/// use quant_kernels_cpu::{FloatRows, PackedLinear, RowLayout, Serial, WeightView};
+///
+/// let view = WeightView::new([1, 8], 4, 8, &[9; 8], &[0.5], None)?;
+/// let weight = PackedLinear::pack(&view, None, false, &Serial)?;
+/// let (mut rows, mut out) = (FloatRows::default(), [0.0]);
+/// rows.pack(&[0.25f32; 8], RowLayout::of(weight.layout()), &Serial)?;
+/// weight.multiply_float(&rows, &mut out, &Serial)?;
+/// assert_eq!(out, [1.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct FloatRows {
     pub(crate) m: usize,
@@ -50,6 +63,13 @@ pub struct FloatRows {
     pub(crate) exact_in_bf16: bool,
     /// `[strips][k]` or `[row tiles][k]`: scratch for rows that are computed before they are packed.
     computed: Vec<f32>,
+}
+
+impl Default for FloatRows {
+    /// An empty buffer for the instruction set of [`IsaToken::detect`].
+    fn default() -> Self {
+        Self::new(IsaToken::detect())
+    }
 }
 
 impl FloatRows {

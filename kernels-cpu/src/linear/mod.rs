@@ -52,7 +52,7 @@ use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, Weight
 /// Packed weights in borrowed memory.
 ///
 /// ```
-/// use quant_kernels_cpu::{FloatRows, IsaToken, Layout, PackedView, RowLayout, Serial, WeightView};
+/// use quant_kernels_cpu::{FloatRows, Layout, PackedView, RowLayout, Serial, WeightView};
 ///
 /// // Packed into memory of the caller, which may write it to a file together with the id of its layout.
 /// let view = WeightView::new([1, 8], 4, 8, &[9; 8], &[0.5], None)?;
@@ -61,7 +61,7 @@ use crate::{FloatRows, Int8Rows, IsaToken, KernelError, Layout, Parallel, Weight
 /// layout.pack(&view, 0..layout.panels(), &mut bytes)?;
 ///
 /// let packed = PackedView::new(layout, layout.id(), &bytes)?;
-/// let mut rows = FloatRows::new(IsaToken::detect());
+/// let mut rows = FloatRows::default();
 /// rows.pack(&[2.0f32; 8], RowLayout::of(&layout), &Serial)?;
 /// let mut out = [0.0];
 /// packed.multiply_float(&rows, Some(&[1.0]), &mut out, &Serial)?;
@@ -186,11 +186,11 @@ fn zeros(count: usize) -> Result<Vec<Line>, KernelError> {
 /// Packed weights in owned, aligned memory.
 ///
 /// ```
-/// use quant_kernels_cpu::{FloatRows, IsaToken, PackedLinear, RowLayout, Serial, WeightView};
+/// use quant_kernels_cpu::{FloatRows, PackedLinear, RowLayout, Serial, WeightView};
 ///
 /// let view = WeightView::new([1, 8], 4, 8, &[9; 8], &[0.5], None)?;
 /// let weight = PackedLinear::pack(&view, Some(&[1.0]), false, &Serial)?; // with its bias
-/// let mut rows = FloatRows::new(IsaToken::detect()); // create it once: it reuses its memory
+/// let mut rows = FloatRows::default(); // create it once: it reuses its memory
 /// rows.pack(&[2.0f32; 8], RowLayout::of(weight.layout()), &Serial)?;
 /// let mut out = [0.0];
 /// weight.multiply_float(&rows, &mut out, &Serial)?;
@@ -264,11 +264,11 @@ impl PackedLinear {
     ///
     /// ```
     /// use half::bf16;
-    /// use quant_kernels_cpu::{FloatRows, IsaToken, PackedLinear, RowLayout, Serial};
+    /// use quant_kernels_cpu::{FloatRows, PackedLinear, RowLayout, Serial};
     ///
     /// let weight = [1.0, 2.0, 3.0, -1.0, 0.5, 0.0].map(bf16::from_f32); // [2, 3]
     /// let packed = PackedLinear::pack_bf16([2, 3], &weight, None, &Serial)?;
-    /// let mut rows = FloatRows::new(IsaToken::detect());
+    /// let mut rows = FloatRows::default();
     /// rows.pack(&[1.0f32, 1.0, 2.0], RowLayout::of(packed.layout()), &Serial)?;
     /// let mut out = [0.0; 2];
     /// packed.multiply_float(&rows, &mut out, &Serial)?;

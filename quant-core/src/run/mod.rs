@@ -62,7 +62,7 @@ pub(crate) use outputs::{refuse_existing, write_filled};
 pub use quantize::{Done, QuantizeJob, QuantizeRequest, Quantized, is_gguf_name, quantize};
 pub(crate) use quantize::{report_notes, warn_of_length, windows};
 pub use settings::RecipeSettings;
-pub(crate) use settings::SettingFile;
+pub(crate) use settings::{SettingFile, recipe_text};
 pub use steps::{StepTime, StepTimes};
 pub use summary::{
     Calibration, FloatsSummary, FullBatchLinears, GgufSummary, MIN_EXPERT_TOKENS, OutputSummary,

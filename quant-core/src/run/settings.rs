@@ -27,7 +27,7 @@ pub struct RecipeSettings {
     /// A preset, which names a method and a scheme; `awq-w4a16` if no preset, recipe or method is given. A `scheme` of FP8
     /// weights changes that method to `rtn`.
     pub preset: Option<String>,
-    /// A recipe file (TOML).
+    /// A recipe file (TOML), or the text of one, which has a line break.
     pub recipe: Option<PathBuf>,
     /// The method that quantizes the weights: its name, or steps in order, separated by commas.
     pub method: Option<String>,
@@ -112,9 +112,10 @@ impl RecipeSettings {
         if self.preset.is_some() && self.recipe.is_some() {
             return Err(Error::usage("‹preset› and ‹recipe› cannot be combined", "omit one of them"));
         }
-        let mut recipe = match &self.recipe {
-            Some(path) => Recipe::read_with(path, extensions)?,
-            None => {
+        let mut recipe = match (&self.recipe, self.recipe_text()) {
+            (_, Some(text)) => Recipe::parse_with(text, extensions)?,
+            (Some(path), None) => Recipe::read_with(path, extensions)?,
+            (None, None) => {
                 let name = self.preset.as_deref().unwrap_or_else(|| self.preset_by_method());
                 explained(Recipe::preset(name), "preset", name, extensions)?
             }
@@ -182,10 +183,11 @@ impl RecipeSettings {
             // A recipe file may have `[calibration]` only if its method uses a text. Here, a setting has overridden
             // that method.
             if recipe.calibration.is_some() || recipe.sampling != Sampling::default() {
+                let file =
+                    self.recipe_text().map_or_else(|| path.display().to_string(), |_| "the recipe".into());
                 return Err(Error::usage(
                     format!(
-                        "[calibration] of {} has no effect: method `{}` {SEARCHES_NO_TEXT}",
-                        path.display(),
+                        "[calibration] of {file} has no effect: method `{}` {SEARCHES_NO_TEXT}",
                         recipe.method.name
                     ),
                     ANOTHER_METHOD,
@@ -215,6 +217,10 @@ impl RecipeSettings {
             },
         };
         Ok(recipe)
+    }
+
+    fn recipe_text(&self) -> Option<&str> {
+        self.recipe.as_deref().and_then(recipe_text)
     }
 
     /// Fails if a format is unknown, or is one that no recipe can name.
@@ -336,7 +342,8 @@ impl RecipeSettings {
             Given::File(path) => Some(path),
             Given::Value(_) => None,
         });
-        self.recipe.as_deref().into_iter().chain(of_steps)
+        let recipe = self.recipe.as_deref().filter(|_| self.recipe_text().is_none());
+        recipe.into_iter().chain(of_steps)
     }
 
     /// The given settings that are keys of steps: [`step_of`] returns which.
@@ -412,6 +419,11 @@ impl RecipeSettings {
 /// The error for a key that is set by a setting of its own and in `steps`.
 pub(super) fn set_twice(setting: &str, step: &str, key: &str) -> Error {
     Error::usage(format!("‹{setting}› and ‹steps› both set `{key}` of `{step}`"), "leave one of them out")
+}
+
+/// Returns the recipe, if [`RecipeSettings::recipe`] is not the path of a file but a text.
+pub(crate) fn recipe_text(given: &Path) -> Option<&str> {
+    given.to_str().filter(|text| text.contains('\n'))
 }
 
 /// A setting that names a file.

@@ -14,7 +14,7 @@ use crate::calibrate::{TextTokenizer, TokenWindows};
 use crate::checkpoint::{read_capped, refuse_overlap};
 use crate::pipeline::{self, Job};
 use crate::recipe::{Extensions, Plan, Rates};
-use crate::run::{self, Host, Opened, RecipeSettings, SettingFile, Text, open_with, prepared};
+use crate::run::{self, Host, Opened, RecipeSettings, SettingFile, Text, open_with, prepared, recipe_text};
 use crate::{CancelToken, Error, Observer, Result};
 
 /// A job to be created.
@@ -172,8 +172,13 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
 /// Copies a file into the inputs of a job, and returns its name there.
 fn copied(store: &Store, path: Option<&Path>, kind: &str, extension: &str) -> Result<Option<PathBuf>> {
     let Some(path) = path else { return Ok(None) };
-    let real = path.canonicalize().map_err(|e| Error::io("read", path, e))?;
-    let bytes = read_capped(&real, path, MAX_INPUT_BYTES)?.map_err(|reason| damaged(path, reason))?;
+    let bytes = match recipe_text(path) {
+        Some(text) => text.as_bytes().to_vec(),
+        None => {
+            let real = path.canonicalize().map_err(|e| Error::io("read", path, e))?;
+            read_capped(&real, path, MAX_INPUT_BYTES)?.map_err(|reason| damaged(path, reason))?
+        }
+    };
     Ok(Some(PathBuf::from(store.publish_input(&bytes, kind, extension)?)))
 }
 

@@ -55,7 +55,7 @@ pub(super) use entries::RecipeFile;
 
 use entries::*;
 
-use super::{Extensions, Method, Pattern, Recipe, kv};
+use super::{Extensions, Method, PRESETS, Pattern, Recipe, kv};
 use crate::calibrate::{ExpertSampling, Sampling};
 use crate::checkpoint::read_capped;
 use crate::names::suggestion;
@@ -87,7 +87,13 @@ impl Recipe {
         let wrong = |reason, remedy| Error::Recipe { path: path.to_owned(), reason, remedy };
         let broken = |reason: String| wrong(reason, format!("give a recipe file; {START}").into());
         let refused = |e: std::io::Error| match e.kind() {
-            ErrorKind::NotFound => broken("does not exist".into()),
+            ErrorKind::NotFound => match PRESETS.iter().find(|preset| path == Path::new(preset.name)) {
+                Some(preset) => {
+                    let remedy = format!("‹preset={}› selects the preset of that name", preset.name);
+                    wrong("does not exist".into(), remedy.into())
+                }
+                None => broken("does not exist".into()),
+            },
             _ => Error::io("read", path, e),
         };
         // Opening a pipe would block until its other end is opened.
@@ -132,7 +138,10 @@ impl Recipe {
             let line = e.span().map(|span| line(span.start));
             let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
             let message = parser_message(e.message(), "a table");
-            Error::usage(format!("{place}{message}"), format!("correct the file; {START}"))
+            Error::usage(
+                format!("{place}{message}"),
+                format!("correct the recipe, which must be TOML; {START}"),
+            )
         })?;
         let mut settings = TransformSettings::default();
         let method = file.method(extensions)?;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use quant_formats::Result;
 use quant_formats::format::QuantizedCheckpoint;
-use quant_kernels_cpu::{FloatRows, IsaToken, KernelError, RowLayout, Serial};
+use quant_kernels_cpu::{FloatRows, KernelError, RowLayout, Serial};
 
 /// `W · x + b`, where `x[i]` is `(37 i mod 61) / 32 − 1`.
 fn outputs(checkpoint: &QuantizedCheckpoint, name: &str) -> Result<Vec<f32>> {
@@ -16,7 +16,7 @@ fn outputs(checkpoint: &QuantizedCheckpoint, name: &str) -> Result<Vec<f32>> {
     }
     let packed = weight.pack(bias.as_deref(), &Serial)?;
     let mut out = vec![0.0; packed.layout().n()];
-    let mut rows = FloatRows::new(IsaToken::detect());
+    let mut rows = FloatRows::default();
     let multiplied: std::result::Result<(), KernelError> = rows
         .pack(&x, RowLayout::of(packed.layout()), &Serial)
         .and_then(|()| packed.multiply_float(&rows, &mut out, &Serial));
