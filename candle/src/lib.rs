@@ -1,8 +1,8 @@
 //! Quantized checkpoints in candle's [`QMatMul`], on CPUs.
 //!
 //! candle's quantized models multiply by [`QTensor`]s, whose types are those of GGUF files. This crate makes `QTensor`s
-//! of the linears of AWQ, GPTQ, compressed-tensors, ModelOpt, QServe and FP8 checkpoints, and of gpt-oss. Their weights stay packed,
-//! and the kernels of `quant-kernels-cpu` multiply by them, so code on `QMatMul` or on
+//! of the linears of AWQ, GPTQ, compressed-tensors, ModelOpt, QServe and FP8 checkpoints, and of gpt-oss. Their weights
+//! stay packed, and the kernels of `quant-kernels-cpu` multiply by them, so code on `QMatMul` or on
 //! `candle_transformers::quantized_nn::Linear` does not change.
 //!
 //! ```

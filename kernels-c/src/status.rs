@@ -179,6 +179,7 @@ impl From<ViewError> for Fault {
         let status = match error {
             ViewError::Bits(_) | ViewError::Scales => qz1_status::Scheme,
             ViewError::GroupSize { .. } | ViewError::SuperBlocks { .. } => qz1_status::Mismatch,
+            ViewError::TooLarge(_) => qz1_status::TooLarge,
             _ => qz1_status::Length,
         };
         Self { status, reason: Reason::View(error) }

@@ -91,32 +91,26 @@ impl KernelError {
 
     /// Checks that a range is within the first `total` rows.
     pub(crate) fn rows(rows: &Range<usize>, total: usize) -> Result<(), Self> {
-        let Range { start, end } = *rows;
-        if start > end {
-            let what = "rows must not end before they begin, at row";
-            return Err(Self::Mismatch { what, expected: start, got: end });
-        }
-        if end > total {
-            return Err(Self::Mismatch { what: "rows must end at or before row", expected: total, got: end });
-        }
-        Ok(())
+        let reversed = "the end of the range of rows must be at least its start,";
+        Self::range(rows, total, [reversed, "rows must end at or before row"])
     }
 
     /// Checks that a range is within the first `total` panels.
     pub(crate) fn panels(panels: &Range<usize>, total: usize) -> Result<(), Self> {
-        let Range { start, end } = *panels;
-        if start > end {
-            let what = "panels must not end before they begin, at panel";
-            return Err(Self::Mismatch { what, expected: start, got: end });
+        let reversed = "the end of the range of panels must be at least its start,";
+        Self::range(panels, total, [reversed, "panels must end at or before panel"])
+    }
+
+    fn range(range: &Range<usize>, total: usize, [reversed, beyond]: [&'static str; 2]) -> Result<(), Self> {
+        match *range {
+            Range { start, end } if start > end => {
+                Err(Self::Mismatch { what: reversed, expected: start, got: end })
+            }
+            Range { end, .. } if end > total => {
+                Err(Self::Mismatch { what: beyond, expected: total, got: end })
+            }
+            _ => Ok(()),
         }
-        if end > total {
-            return Err(Self::Mismatch {
-                what: "panels must end at or before panel",
-                expected: total,
-                got: end,
-            });
-        }
-        Ok(())
     }
 }
 

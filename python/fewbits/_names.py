@@ -16,7 +16,7 @@ _SPELLING: ContextVar[Spelling | None] = ContextVar("spelling", default=None)
 #: A key of a step, such as `` `gptq.damping` ``; other code, which is left as it is; an argument with its value; or a
 #: text that was passed as an argument, as in ``calibration:2: …`` and ``calibration has 3 tokens``.
 _ARGUMENT = re.compile(
-    r"""`(?:gptq|smoothquant)\.([a-z_]+)`|`[^`]*`|(?<![\w./])([a-z_]+)(?:=("[^"]*"|\[[^\]]*\]|[\w.]*)|(?=:\d+: | has \d))"""
+    r"""`(?:gptq|smoothquant)\.([a-z_]+)`|`[^`]*`|(?<![\w./"-])([a-z_]+)(?:=("[^"]*"|\[[^\]]*\]|[\w.]*)|(?=:\d+: | has \d))"""
 )
 
 

@@ -149,7 +149,7 @@ def test_ctrl_c_at_the_command_line_prints_how_to_go_on(model: Path, tmp_path: P
             time.sleep(0.01)
         running.send_signal(signal.SIGINT)
         error = running.stderr.read()
-    assert running.returncode == 75 and "resume with: quant quantize" in error, error
+    assert running.returncode == 75 and "continue with: quant quantize" in error, error
     assert "Traceback" not in error
     fewbits.quantize(model, out, samples=64, seq_len=128, resume=True)
 

@@ -75,25 +75,22 @@ impl Command {
     /// Returns what to do after this run, started with these words, was interrupted.
     pub fn after_interruption(&self, words: &[OsString]) -> String {
         const AGAIN: &str = "run the same command again";
-        let adds = match self {
+        match self {
             Self::Quantize(args) if !args.has_job() => return format!("nothing was saved yet: {AGAIN}"),
-            Self::Quantize(args) => !args.resume,
-            Self::Merge(args) => !args.resume,
-            Self::Job(args) if args.continues() => false,
-            Self::Eval(args) if args.journal.is_some() => false,
+            Self::Quantize(_) | Self::Merge(_) => {}
+            Self::Job(args) if args.continues() => {}
+            Self::Eval(args) if args.journal.is_some() => {}
             Self::Eval(_) => {
                 return format!(
                     "nothing was saved: {AGAIN}; with ‹journal=FILE›, an interrupted evaluation can be continued"
                 );
             }
             _ => return AGAIN.to_owned(),
-        };
-        let added = adds.then_some("--resume");
-        let words = words.iter().map(|word| word.to_str()).chain(added.map(Some));
-        let words: Option<Vec<String>> = words.map(|word| quoted(word?)).collect();
+        }
+        let words: Option<Vec<String>> = words.iter().map(|word| quoted(word.to_str()?)).collect();
         match words {
-            Some(words) => format!("resume with: {}", words.join(" ")),
-            None => format!("{AGAIN}, with ‹resume› if it is a command that has this option"),
+            Some(words) => format!("continue with: {}", words.join(" ")),
+            None => format!("{AGAIN} to continue"),
         }
     }
 }
@@ -124,20 +121,20 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_saved_is_resumed() {
+    fn only_what_was_saved_is_continued() {
         let folder = tempfile::tempdir().expect("a directory");
         let out = folder.path().join("out");
         let quantize = ["quant", "quantize", "m", "-o", out.to_str().expect("UTF-8"), "--scheme=w4a16"];
         assert_eq!(after(&quantize), "nothing was saved yet: run the same command again");
         std::fs::create_dir(folder.path().join("out.job")).expect("a directory");
         let resumes = after(&quantize);
-        assert!(resumes.starts_with("resume with: quant quantize m -o "), "{resumes}");
-        assert!(resumes.ends_with(" --scheme=w4a16 --resume"), "{resumes}");
+        assert!(resumes.starts_with("continue with: quant quantize m -o "), "{resumes}");
+        assert!(resumes.ends_with(" --scheme=w4a16"), "{resumes}");
         let eval = ["quant", "eval", "m", "--text", "a text"];
         assert!(after(&eval).contains("with ‹journal=FILE›"));
         assert_eq!(
             after(&[&eval[..], &["--journal", "j"]].concat()),
-            "resume with: quant eval m --text 'a text' --journal j"
+            "continue with: quant eval m --text 'a text' --journal j"
         );
         assert_eq!(after(&["quant", "inspect", "m"]), "run the same command again");
     }

@@ -176,8 +176,8 @@ impl Bench {
 
     /// Weights of blocks are read once. Tensors outside the blocks, norms and biases are read once per container that
     /// contains them; norms and biases once more with their block, and embedding rows of the text's tokens once more
-    /// with the text. If a block takes longer than a second, a part of it is committed with the hashes of all its
-    /// tensors, and its norms and biases are read once more for that.
+    /// with the text. If a block takes longer than a second, a part of it is committed with hashes, and its norms and
+    /// biases are read once more for that.
     fn assert_read_once(&self, read: &BTreeMap<String, u64>, what: &str) {
         let written = self.plans.len() as u64;
         let row = (self.hidden * 4) as u64;
@@ -433,18 +433,19 @@ fn experts_that_are_stored_together_are_read_once() {
 fn a_slow_block_reads_every_weight_once() {
     let tiny = Tiny { family: Kind::Qwen3Moe(true), ..tinies()[0].clone() };
     let checkpoint = tiny.random(5);
-    let mut committed = 0;
     for method in ["rtn", "awq", "gptq", "awq-gptq"] {
         let bench = Bench::over(fused(&checkpoint, Together::Rows), &tiny, &recipe(method, "w4a16-g32"));
-        for slow in [30, 50, 70, 90] {
+        let mut committed = 0;
+        for slow in [30, 60, 90] {
             *bench.counting.until_slow.lock().unwrap() = slow;
             let mut sinks = bench.sinks();
             let (read, ..) = bench.run(&mut sinks, usize::MAX);
             bench.assert_read_once(&read, &format!("{method}, slow at read {slow}"));
             committed += bench.committed_in_part.lock().unwrap().len();
         }
+        // RTN without a text depends on nothing but each weight.
+        assert!(committed > 0 || method == "rtn", "{method}: no block was committed in part");
     }
-    assert!(committed > 0, "no block was committed in part");
 }
 
 /// Rotation transforms the rows or columns of a block's tensors; each source tensor is read once.

@@ -367,10 +367,13 @@ fn damaged_findings_are_searched_again() {
     }
 }
 
-/// A sink so slow that each tensor is committed. The run is interrupted after a number of tensors or findings.
+/// A sink that is so slow once that a part of the block is committed. The run is interrupted after a number of tensors
+/// or findings.
 struct Slow<'a> {
     sink: &'a mut Resumable,
     left: usize,
+    /// The number of tensors or findings after the commit.
+    after: usize,
     counts_tensors: bool,
     cancel: &'a CancelToken,
 }
@@ -386,11 +389,13 @@ impl TensorSink for Slow<'_> {
 
     fn remember(&mut self, key: &str, value: &Value) -> Result<()> {
         self.sink.remember(key, value)?;
-        if value.is_object() == self.counts_tensors {
-            match self.left {
-                0 => self.cancel.cancel(),
-                1 => std::thread::sleep(std::time::Duration::from_millis(1100)),
-                _ => {}
+        // Reports of tensors are objects.
+        let counts = if self.counts_tensors { value.is_object() } else { is_finding(key) };
+        if counts {
+            if self.left == 0 {
+                self.cancel.cancel();
+            } else if self.left == self.after + 1 {
+                std::thread::sleep(std::time::Duration::from_millis(1100));
             }
             self.left = self.left.saturating_sub(1);
         }
@@ -422,8 +427,8 @@ fn a_block_whose_other_weights_have_changed_is_not_continued() {
         let before = bench.plan.entries.iter().take_while(|entry| entry.layer.is_none()).count();
         let (mut sink, cancel) = (Resumable::new(&bench.plan), CancelToken::new());
         let left = if counts_tensors { before + 3 } else { 3 };
-        let outcome =
-            bench.run(&mut Slow { sink: &mut sink, left, counts_tensors, cancel: &cancel }, &cancel);
+        let mut slow = Slow { sink: &mut sink, left, after: 0, counts_tensors, cancel: &cancel };
+        let outcome = bench.run(&mut slow, &cancel);
         assert!(matches!(outcome, Err(Error::Interrupted)), "{method}");
         let begun = sink.resumed();
         match counts_tensors {
@@ -448,5 +453,42 @@ fn a_block_whose_other_weights_have_changed_is_not_continued() {
                 assert!(outcome.is_ok(), "{method}, {gate}: {:?}", outcome.err());
             }
         }
+    }
+}
+
+/// What an interrupted search keeps after the last commit also depends on weights that were read since. Whichever weight
+/// has changed, the run is refused, or its output is that of a run on the changed weights.
+#[test]
+fn findings_after_the_last_commit_are_bound_to_their_weights() {
+    let recipe = recipe("awq", "w4a16-g32-sym");
+    let tiny = Tiny { family: Kind::Mixtral, layers: BLOCKS, ..Tiny::default() };
+    for (left, after, apart) in [(3, 2, true), (9, 6, true), (9, 6, false)] {
+        let what = format!("{after} of {left} findings after the commit, {apart}");
+        let mut bench = Bench::new(Kind::Mixtral, &recipe);
+        bench.apart = apart.then(|| tempfile::tempdir().unwrap());
+        let (mut sink, cancel) = (Resumable::new(&bench.plan), CancelToken::new());
+        let mut slow = Slow { sink: &mut sink, left, after, counts_tensors: false, cancel: &cancel };
+        let outcome = bench.run(&mut slow, &cancel);
+        assert!(matches!(outcome, Err(Error::Interrupted)), "{what}");
+        let begun = sink.resumed();
+        assert!(findings(&begun).len() > left - after, "{what}: {} findings", findings(&begun).len());
+        let names: Vec<String> = bench.linears(0).map(|entry| entry.tensor.clone()).collect();
+        let mut refused = 0;
+        for name in &names {
+            let mut changed = tiny.random(9);
+            changed.values(name).iter_mut().step_by(3).for_each(|value| *value *= 3.0);
+            bench.model = recipe.prepared(changed.model()).unwrap();
+            let mut resumed = begun.clone();
+            match bench.run(&mut resumed, &CancelToken::new()) {
+                Err(Error::InputChanged { .. }) => refused += 1,
+                Err(error) => panic!("{what}, {name}: {error}"),
+                Ok(_) => {
+                    let mut whole = Resumable::new(&bench.plan);
+                    bench.run(&mut whole, &CancelToken::new()).unwrap();
+                    assert!(resumed.tensors() == whole.tensors(), "{what}: a mix with the old {name}");
+                }
+            }
+        }
+        assert!(refused > 0, "{what}: no change was noticed");
     }
 }

@@ -72,6 +72,15 @@ fn every_failure_leaves_an_annotation() {
     let wrong = [("URL", "file:///absent"), ("SHA256", &*digits)];
     job.assert_fails("Install quant", &wrong, 4, "the SHA-256 of the binary of quant is not that of");
 
+    std::fs::create_dir(job.at("empty")).unwrap();
+    let empty = [("REFERENCE", "empty"), ("TEXT", "builtin-heldout")];
+    job.assert_fails(
+        "Hash the reference",
+        &empty,
+        4,
+        "::error::the files of the reference empty cannot be read",
+    );
+
     let measure = |options: &'static str| {
         [
             ("MODEL", "absent"),

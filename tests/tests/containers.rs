@@ -74,7 +74,7 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
     assert!(run.wait_until(block_done), "ended before a block was finished");
     run.signal(Signal::INT);
     let run = run.wait();
-    check_message("SIGINT", &run, 75, &["--resume"]);
+    check_message("SIGINT", &run, 75, &["continue with: "]);
     assert_eq!(names(&out), ["awq.job", "compressed-tensors.job"]);
     let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat())).succeeded();
     assert_eq!(run.stderr.matches("note: resumed: ").count(), 2, "{run}");

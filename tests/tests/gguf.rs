@@ -171,7 +171,7 @@ fn a_failed_run_leaves_no_file_and_an_interrupted_one_resumes() {
     assert!(run.wait_until(begun), "ended before a tensor was finished");
     run.signal(Signal::INT);
     let run = run.wait();
-    check_message("SIGINT", &run, 75, &["--resume"]);
+    check_message("SIGINT", &run, 75, &["continue with: "]);
     assert!(!out.exists());
     let run = quant(quantize(&model, &out, &["--scheme", "q4_k_s", "--resume"]));
     check_message("other types", &run, 2, &["different inputs or settings"]);

@@ -177,7 +177,7 @@ fn importance_budgets_and_interruptions_do_not_change_the_result() {
     let begun = || std::fs::read_to_string(&journal).unwrap_or_default().contains("\"tensor\":\"blk.0.");
     assert!(run.wait_until(begun), "ended before a tensor was finished");
     run.signal(Signal::INT);
-    check_message("SIGINT", &run.wait(), 75, &["--resume"]);
+    check_message("SIGINT", &run.wait(), 75, &["continue with: "]);
     let run = bench.quantize("out.gguf", &["--scheme", "q4_k_m", "--resume"]);
     check_message("without AWQ", &run, 2, &["different inputs or settings"]);
     let run = bench.quantize("out.gguf", &with(&["--resume"])).succeeded();

@@ -139,7 +139,7 @@ fn an_interrupted_run_resumes_to_the_same_bytes() {
             || std::fs::read_to_string(&journal).unwrap_or_default().contains("layers.0.self_attn.v_proj");
         assert!(run.wait_until(block_done), "ended before a block was finished");
         run.signal(Signal::INT);
-        check_message("SIGINT", &run.wait(), 75, &["--resume"]);
+        check_message("SIGINT", &run.wait(), 75, &["continue with: "]);
         let other = [&options[..], &["--resume", "--damping", "0.5"]].concat();
         let differs = "inputs or settings:\n  gptq.damping: was 0.01, is 0.5\n  run with the settings";
         check_message("other settings", &quant(quantize(&model, &out, &other)), 2, &[differs]);

@@ -94,7 +94,7 @@ fn each_signal_stops_where_nothing_is_lost() {
         let before = out.exists().then(|| snapshot(&out));
         let run = bench.midway(&out, &options);
         run.signal(signal);
-        check_message("interrupted", &run.wait(), 75, &["interrupted", "--resume"]);
+        check_message("interrupted", &run.wait(), 75, &["interrupted", "continue with: "]);
         assert_eq!(out.exists().then(|| snapshot(&out)), before, "{signal:?}");
         if signal == Signal::HUP {
             let left = hashes(&job_of(&out).join("out"));
@@ -141,7 +141,7 @@ fn another_program_or_instruction_set_does_not_resume() {
     let out = bench.at("out");
     let run = bench.midway(&out, &AWQ);
     run.signal(Signal::INT);
-    check_message("interrupted", &run.wait(), 75, &["--resume"]);
+    check_message("interrupted", &run.wait(), 75, &["continue with: "]);
     let left = hashes(&job_of(&out));
     let resume = |program: Command| {
         let mut program = program;
@@ -180,7 +180,7 @@ fn inputs_that_changed_meanwhile() {
     let options = [&AWQ[..], &["--calibration", text.to_str().unwrap()]].concat();
     let run = bench.midway(&out, &options);
     run.signal(Signal::INT);
-    check_message("interrupted", &run.wait(), 75, &["--resume"]);
+    check_message("interrupted", &run.wait(), 75, &["continue with: "]);
     let refused = |path: &Path, changed: &[u8], expected: &str, remedy: &str| {
         let before = std::fs::read(path).unwrap();
         assert_ne!(before, changed);

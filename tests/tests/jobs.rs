@@ -165,7 +165,7 @@ fn an_interrupted_worker_can_be_run_again() {
     let mut worker = Running::start(command_that_hangs_up(bench.run_arguments(&[])));
     assert!(worker.wait_until(|| bench.results().len() == 1), "{}", worker.wait());
     worker.signal(Signal::TERM);
-    check_message("interrupted", &worker.wait(), 75, &["interrupted", "resume with: ", "job run"]);
+    check_message("interrupted", &worker.wait(), 75, &["interrupted", "continue with: ", "job run"]);
     let status = quant(args!["job", "status", bench.at("store"), "--json"]).json();
     assert_eq!(status["temporary_files"], 0, "{status}");
     bench.run(&[]).succeeded();

@@ -61,9 +61,7 @@ pub fn semver() -> Result<()> {
     tags.current_dir(root()).args(["tag", "--list", "v[0-9]*", "--sort", "-version:refname"]);
     let tags = output(&mut tags)?;
     let Some(last) = tags.lines().next() else {
-        println!(
-            "SKIPPED: nothing is compared: there is no tag of a release (`v*`) whose interface may not break"
-        );
+        println!("SKIPPED: no release is tagged yet (`v*`), so there is no interface to compare with");
         return Ok(());
     };
     let mut check = Command::new(tool("cargo-semver-checks", SEMVER_CHECKS)?);

@@ -315,15 +315,17 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
     Ok(found)
 }
 
-/// Returns what lies in place of a JSON file. The files of the tokenizer are checked where they are read.
+/// Returns what lies in place of a file. The JSON files of the tokenizer are checked where they are read.
 fn placeholder_at(real: &Path, shown: &Path, name: &str) -> Result<Option<Placeholder>> {
-    if !name.ends_with(".json") || [TOKENIZER, "tokenizer_config.json"].contains(&name) {
+    if [TOKENIZER, "tokenizer_config.json"].contains(&name) {
         return Ok(None);
     }
     let mut start = Vec::new();
     let read = open_regular(real, shown)?.take(PLACEHOLDER_BYTES as u64).read_to_end(&mut start);
     read.map_err(|e| Error::io("read", shown, e))?;
-    Ok(placeholder(&start))
+    // A license can be an HTML page.
+    let is_page = |what: &Placeholder| *what == Placeholder::Page && !name.ends_with(".json");
+    Ok(placeholder(&start).filter(|what| !is_page(what)))
 }
 
 /// Whether a file of this name accompanies a model.

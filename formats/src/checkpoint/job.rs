@@ -149,27 +149,24 @@ impl Job {
         self.path.join(PREVIOUS)
     }
 
-    /// Returns the job's request, if the job can be resumed.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] when the record is damaged.
-    pub(crate) fn read_record(&self) -> Result<Option<Value>> {
+    /// Returns the job's request, if the job can be resumed, or how its record is damaged.
+    pub(crate) fn read_record(&self) -> Result<std::result::Result<Option<Value>, String>> {
         let path = self.path.join(RECORD);
-        let damaged = |reason: String| {
-            let remedy = "run with ‹force› and without ‹resume› to start over";
-            Error::usage(format!("{} is damaged: {reason}", path.display()), remedy)
-        };
+        let damaged = |reason: String| Ok(Err(format!("{} is damaged: {reason}", path.display())));
         match path.symlink_metadata() {
-            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Ok(None)),
             // Reading a pipe would block.
-            Ok(metadata) if !metadata.is_file() => return Err(damaged("it is not a regular file".into())),
+            Ok(metadata) if !metadata.is_file() => return damaged("it is not a regular file".into()),
             _ => {}
         }
-        let text =
-            read_capped(&path, &path, MAX_RECORD_BYTES)?.map_err(|reason| damaged(format!("it {reason}")))?;
-        serde_json::from_slice(&text)
-            .map(Some)
-            .map_err(|e| damaged(parser_message(&e.to_string(), "an object")))
+        let text = match read_capped(&path, &path, MAX_RECORD_BYTES)? {
+            Ok(text) => text,
+            Err(reason) => return damaged(format!("it {reason}")),
+        };
+        match serde_json::from_slice(&text) {
+            Ok(record) => Ok(Ok(Some(record))),
+            Err(e) => damaged(parser_message(&e.to_string(), "an object")),
+        }
     }
 
     /// Records the job's request; from here on it can be resumed.

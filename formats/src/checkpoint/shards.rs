@@ -361,7 +361,9 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         .collect();
     let adapter =
         entries.iter().find(|e| ["adapter_config.json", "adapter_model.safetensors"].contains(&e.as_str()));
-    if let (Some(adapter), true) = (adapter, other.iter().all(|e| e.starts_with("adapter_"))) {
+    let is_pickle = |e: &&String| PICKLES.iter().any(|p| e.ends_with(p));
+    let mut weights = other.iter().copied().chain(entries.iter().filter(is_pickle).map(String::as_str));
+    if let (Some(adapter), true) = (adapter, weights.all(|e| e.starts_with("adapter_"))) {
         return Error::NoCheckpoint {
             path,
             reason: format!("it is a LoRA adapter ({adapter}) without its base model"),
@@ -387,12 +389,8 @@ pub(crate) fn nothing_to_read(path: &Path, entries: &[String]) -> Error {
         };
         return Error::NoCheckpoint { path, reason, remedy: Some(remedy.into()) };
     }
-    let pickles: Vec<String> = entries
-        .iter()
-        .filter(|e| PICKLES.iter().any(|p| e.ends_with(p)))
-        .map(|e| printable(e))
-        .take(MAX_LISTED)
-        .collect();
+    let pickles: Vec<String> =
+        entries.iter().filter(is_pickle).map(|e| printable(e)).take(MAX_LISTED).collect();
     if pickles.is_empty() {
         let has_weights = |e: &&String| [SINGLE, INDEX].iter().any(|name| path.join(e).join(name).is_file());
         let within: Vec<&str> = entries.iter().filter(has_weights).map(String::as_str).collect();

@@ -123,11 +123,10 @@ pub(crate) fn unfinished(job: &Job, record: &Value, options: &WriteOptions) -> R
     if options.resume == Resume::Never {
         return Ok(None);
     }
-    let fault = match job.read_record() {
+    let fault = match job.read_record()? {
         Ok(None) => return Ok(None),
         Ok(Some(stored)) => different(job.path(), &stored, record),
-        Err(Error::Usage { message, .. }) => Some((message, "")),
-        Err(error) => return Err(error),
+        Err(damage) => Some((damage, "")),
     };
     let required = options.resume == Resume::Required;
     if fault.is_some() && options.force && !required {

@@ -9,7 +9,7 @@ use crate::format::quant_methods;
 use crate::names::{nearest, nearest_path};
 use crate::wording::Remedy;
 
-const CHANGED: &str = "restore the files of the model, or remove OUT.job to start over";
+const CHANGED: &str = "restore the files of the model, or remove the directory next to the output whose name ends in .job to start over";
 
 impl Error {
     /// Creates an error for an input that is not the one that an interrupted run read; `what` names it in the plural.
@@ -234,8 +234,7 @@ impl Error {
                 "this is a bug: please report it, and what caused it".into()
             }
             Self::Interrupted => {
-                "run it again; ‹quantize()› continues the interrupted run, and ‹eval()› does with the same \
-                ‹journal›"
+                "run it again: ‹quantize()› continues where it stopped, and so does ‹eval()› with the same ‹journal›"
                     .into()
             }
         };

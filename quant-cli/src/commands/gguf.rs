@@ -166,7 +166,7 @@ fn plan_text(planned: &GgufPlanned, all: bool, rates: Rates) -> String {
         text.push_str(&format!("\nnote: {note}"));
     }
     text.push_str(&format!(
-        "\n\nloads in {} {} and in programs that contain it; its sources were read on {}\n",
+        "\n\nloads in {} {} and programs built on it (according to its sources of {})\n",
         LLAMA_CPP.name, LLAMA_CPP.version, LLAMA_CPP.read
     ));
     text.push_str(&format!("needs about {}\n", needs_text(needs, work.seconds(rates))));

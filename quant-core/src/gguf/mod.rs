@@ -85,7 +85,7 @@ pub use plan::{GgufPlan, GgufRequest, PlannedTensor};
 pub use read::{GgufSource, is_gguf, open};
 pub use run::{GgufInputs, GgufReport, GgufTensorReport, write_tensors};
 pub use steps::Steps;
-pub use time::GgufWork;
+pub use time::{GgufWork, ImportanceOrigin};
 pub(crate) use tokenizer::check_pre;
 
 use crate::calibrate::{Sampling, TokenWindows};

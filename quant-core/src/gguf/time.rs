@@ -25,10 +25,22 @@ pub struct GgufWork {
     is_weighted: bool,
 }
 
+/// Where the importance matrix of a run comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ImportanceOrigin {
+    /// The run has none.
+    Absent,
+    /// A file.
+    File,
+    /// A pass of the calibration text.
+    Text,
+}
+
 impl GgufPlan {
-    /// Counts what a run computes, with the windows of its calibration text if it has one. `is_weighted`: whether it
-    /// has an importance matrix.
-    pub fn work(&self, model: &Model, sampling: Option<Sampling>, is_weighted: bool) -> GgufWork {
+    /// Counts what a run computes, with the windows of its calibration text if it has one. `importance` says whether
+    /// it has an importance matrix.
+    pub fn work(&self, model: &Model, sampling: Option<Sampling>, importance: ImportanceOrigin) -> GgufWork {
         let mut work = GgufWork {
             operations: 0.0,
             encoded: Vec::new(),
@@ -39,19 +51,19 @@ impl GgufPlan {
                 .filter_map(|name| model.source().info(name))
                 .fold(self.output_bytes() as f64, |sum, info| sum + info.byte_len() as f64),
             search: self.request.search,
-            is_weighted,
+            is_weighted: importance != ImportanceOrigin::Absent,
         };
         for tensor in self.tensors.iter().filter(|tensor| !tensor.keeps_codes()) {
             work.encode(tensor.kind, tensor.shape.iter().map(|n| *n as f64).product());
         }
         if let Some(sampling) = sampling {
-            self.add_passes(model, sampling, &mut work);
+            self.add_passes(model, sampling, importance == ImportanceOrigin::Text, &mut work);
         }
         work
     }
 
     /// Adds the passes of the calibration batch.
-    fn add_passes(&self, model: &Model, sampling: Sampling, work: &mut GgufWork) {
+    fn add_passes(&self, model: &Model, sampling: Sampling, gathers_importance: bool, work: &mut GgufWork) {
         let (a, method, settings) = (model.architecture(), &self.request.method, &self.request.settings);
         let compensates = self.request.compensation().is_some();
         for kind in a.blocks.kinds_in(0..a.layers) {
@@ -65,8 +77,8 @@ impl GgufPlan {
                 experts_apart: false,
             };
             // One pass each for the importance, the steps and the Hessians.
-            let passes =
-                [true, !method.transforms.is_empty(), compensates].into_iter().filter(|is_run| *is_run);
+            let passes = [gathers_importance, !method.transforms.is_empty(), compensates];
+            let passes = passes.into_iter().filter(|is_run| *is_run);
             let mut operations = passes.count() as f64 * load.block_operations();
             for transform in method.transforms.iter() {
                 let of_search = transform.work(&load);

@@ -64,13 +64,22 @@ pub(super) struct Conveyor<'a, 'j> {
     /// The time of the last commit, and how long it took.
     committed: (Instant, Duration),
     /// The span of which something was committed before its end.
-    begun: Option<usize>,
-    /// The hashes that were recorded for the weights of that span.
-    hashed: Vec<Option<String>>,
+    begun: Option<Begun>,
     /// The keys of what searches have found in the current span.
     found: BTreeSet<String>,
     /// The largest magnitudes of linears that share a scale.
     shared: BTreeMap<String, f32>,
+}
+
+/// A span of which a part was committed, and the hashes of its weights by position.
+struct Begun {
+    span: usize,
+    /// What an interrupted run has recorded.
+    known: Vec<Option<String>>,
+    /// The hashes of the weights that results so far depend on.
+    used: Vec<Option<String>>,
+    /// Whether the sink has these hashes.
+    is_recorded: bool,
 }
 
 /// A tensor that is still to be written, and the end of its span if it is the last one.
@@ -106,7 +115,6 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             spare,
             committed,
             begun: None,
-            hashed: Vec::new(),
             found: BTreeSet::new(),
             shared,
         })
@@ -174,6 +182,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.job.cancel.check()?;
         let tensor = self.tensor(index, work, next)?;
         self.pending = Some(PendingWrite { index, tensor, end: None });
+        self.note_used(span, &work.held)?;
         self.commit_at_times(span, &work.held)
     }
 
@@ -194,6 +203,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         if !self.sink.is_resumable() {
             return Ok(());
         }
+        self.note_used(span, held)?;
         self.sink.remember(key, value)?;
         self.found.insert(key.to_owned());
         self.commit_at_times(span, held)
@@ -214,36 +224,41 @@ impl<'a, 'j> Conveyor<'a, 'j> {
             return Ok(());
         }
         let started = Instant::now();
-        if self.has_dependences(span) {
-            self.record_used(span, held)?;
+        if self.begun.as_ref().is_none_or(|begun| begun.span != span) {
+            let known = self.recorded(span);
+            self.begun = Some(Begun { span, used: vec![None; known.len()], known, is_recorded: true });
         }
-        self.begun = Some(span);
+        self.note_used(span, held)?;
+        self.remember_used()?;
         self.sink.commit()?;
         self.committed = (Instant::now(), started.elapsed());
         Ok(())
     }
 
-    /// Records the hashes of a span's weights that results depend on. A weight that has not been read yet follows with
-    /// a later commit, so that it is not read only for its hash.
-    fn record_used(&mut self, span: usize, held: &ReadWeights<'_>) -> Result<()> {
-        let range = self.spans[span].clone();
-        let mut hashes = match self.begun == Some(span) {
-            true => std::mem::take(&mut self.hashed),
-            false => vec![None; range.len()],
-        };
-        let known = self.recorded(span);
-        let before = hashes.iter().flatten().count();
-        for (at, (hash, i)) in hashes.iter_mut().zip(range).enumerate() {
-            let is_known = known.get(at).is_some_and(Option::is_some);
-            if hash.is_none() {
-                *hash = self.used_sha256(i, is_known, held)?;
+    /// Notes the hashes of the weights that results of a span depend on, if a part of it was committed: what follows is
+    /// kept if the run is interrupted. A weight that has not been read yet is noted later, so that it is not read only
+    /// for its hash.
+    fn note_used(&mut self, span: usize, held: &ReadWeights<'_>) -> Result<()> {
+        let Some(mut begun) = self.begun.take_if(|begun| begun.span == span) else { return Ok(()) };
+        if self.has_dependences(span) {
+            for (at, index) in self.spans[span].clone().enumerate() {
+                if begun.used[at].is_none() {
+                    begun.used[at] = self.used_sha256(index, begun.known[at].is_some(), held)?;
+                    begun.is_recorded &= begun.used[at].is_none();
+                }
             }
+            self.require_unchanged(span, &begun.used, &begun.known)?;
         }
-        self.require_unchanged(span, &hashes)?;
-        if hashes.iter().flatten().count() > before {
-            self.sink.remember(&weights_of(span), &json!(hashes))?;
+        self.begun = Some(begun);
+        Ok(())
+    }
+
+    /// Records the hashes that were noted, so that the next commit contains them.
+    fn remember_used(&mut self) -> Result<()> {
+        if let Some(begun) = self.begun.as_mut().filter(|begun| !begun.is_recorded) {
+            self.sink.remember(&weights_of(begun.span), &json!(begun.used))?;
+            begun.is_recorded = true;
         }
-        self.hashed = hashes;
         Ok(())
     }
 
@@ -272,16 +287,23 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         self.job.plan.needs_blocks() || self.entries(span).iter().any(shares_scale)
     }
 
-    /// The hashes of a span's weights that an interrupted run has recorded, or nothing.
+    /// The hashes of a span's weights that have been recorded, none if there is no record. A record that cannot be read
+    /// matches no weight.
     fn recorded(&self, span: usize) -> Vec<Option<String>> {
-        let known = self.sink.recall(&weights_of(span));
-        known.and_then(|known| serde_json::from_value(known).ok()).unwrap_or_default()
+        let count = self.spans[span].len();
+        let Some(known) = self.sink.recall(&weights_of(span)) else { return vec![None; count] };
+        let known = serde_json::from_value::<Vec<_>>(known).ok().filter(|known| known.len() == count);
+        known.unwrap_or_else(|| vec![Some(String::new()); count])
     }
 
     /// Compares the hashes of a span's weights with those of an interrupted run that committed a part of the span.
-    fn require_unchanged(&self, span: usize, hashes: &[Option<String>]) -> Result<()> {
-        let known = self.recorded(span);
-        match hashes.iter().zip(&known).position(|(hash, known)| known.is_some() && hash != known) {
+    fn require_unchanged(
+        &self,
+        span: usize,
+        hashes: &[Option<String>],
+        known: &[Option<String>],
+    ) -> Result<()> {
+        match hashes.iter().zip(known).position(|(hash, known)| known.is_some() && hash != known) {
             Some(at) => Err(Error::InputChanged { tensor: self.entries(span)[at].tensor.clone() }),
             None => Ok(()),
         }
@@ -290,11 +312,10 @@ impl<'a, 'j> Conveyor<'a, 'j> {
     fn commit_span(&mut self, span: usize) -> Result<()> {
         let reports = self.tensors[self.spans[span].clone()].iter().flatten();
         let hashes: Vec<_> = reports.map(|report| Some(report.source_sha256.clone())).collect();
-        self.require_unchanged(span, &hashes)?;
+        self.require_unchanged(span, &hashes, &self.recorded(span))?;
         for key in std::mem::take(&mut self.found) {
             self.sink.remember(&key, &Value::Null)?;
         }
-        self.hashed.clear();
         self.begun = None;
         self.commit()
     }
@@ -311,7 +332,7 @@ impl<'a, 'j> Conveyor<'a, 'j> {
         if self.begun.is_none() {
             return;
         }
-        let kept = self.drain().and_then(|()| self.commit());
+        let kept = self.drain().and_then(|()| self.remember_used()).and_then(|()| self.commit());
         if let Err(error) = kept {
             tracing::warn!("the last results are lost: {error}");
         }

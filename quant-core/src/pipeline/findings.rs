@@ -58,7 +58,7 @@ pub(super) struct KeptFindings<'c, 'a, 'j> {
 }
 
 impl<'c, 'a, 'j> KeptFindings<'c, 'a, 'j> {
-    /// `held` are the weights of the block, whose hashes are recorded with the first finding.
+    /// `held` are the weights of the block. The hashes of those that were used are recorded with the findings.
     pub(super) fn new(
         conveyor: &'c mut Conveyor<'a, 'j>,
         span: usize,

@@ -18,8 +18,8 @@ use super::texts::{BUILTIN, Text, calibration};
 use crate::calibrate::{HiddenStates, Residence, Sampling, Spill, TokenWindows};
 use crate::checkpoint::{Archive as _, CheckpointWriter, Published, WriteOptions};
 use crate::gguf::{
-    Curvature, GgufInputs, GgufPlan, GgufReport, GgufRequest, GgufWork, Importance, Steps, peak_memory,
-    scratch_bytes, write_tensors,
+    Curvature, GgufInputs, GgufPlan, GgufReport, GgufRequest, GgufWork, Importance, ImportanceOrigin, Steps,
+    peak_memory, scratch_bytes, write_tensors,
 };
 use crate::model::Model;
 use crate::pipeline::REPORT;
@@ -449,9 +449,14 @@ pub fn plan_gguf_with(
     let may_calibrate = !calibrates && importance.is_none() && opened.model.quant_method().is_none();
     let calibrated = may_calibrate.then(|| of(Some(sampling)));
     let input_bytes = opened.directory.source().file_bytes();
-    let is_weighted = calibrates || importance.is_some();
-    let work = plan.work(&opened.model, calibrates.then_some(sampling), is_weighted);
-    let calibrated_work = may_calibrate.then(|| plan.work(&opened.model, Some(sampling), true));
+    let origin = match importance.is_some() {
+        true => ImportanceOrigin::File,
+        false if calibrates => ImportanceOrigin::Text,
+        false => ImportanceOrigin::Absent,
+    };
+    let work = plan.work(&opened.model, calibrates.then_some(sampling), origin);
+    let calibrated_work =
+        may_calibrate.then(|| plan.work(&opened.model, Some(sampling), ImportanceOrigin::Text));
     let split = settings.gguf.split_max_size;
     let origin = settings.gguf.imatrix.as_ref().map_or_else(String::new, |path| path.display().to_string());
     let archive = plan.archive(FILE, split.is_some(), importance.as_ref(), &origin);

@@ -48,8 +48,8 @@ pub struct QuantizeRequest {
     /// Whether an existing output is replaced once the new one is complete, and whether the finished work of an
     /// interrupted run with a different request is discarded.
     pub force: bool,
-    /// Whether an interrupted run with a different request is an error even with `force`, and a finished one too. An
-    /// interrupted run with the same request is continued in any case.
+    /// Whether an interrupted run with a different request is an error even with `force`. Without `force`, a finished
+    /// output is an error too, as always. An interrupted run with the same request is continued in any case.
     pub resume: bool,
 }
 

@@ -172,7 +172,7 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
 /// Copies a file into the inputs of a job, and returns its name there.
 fn copied(store: &Store, path: Option<&Path>, kind: &str, extension: &str) -> Result<Option<PathBuf>> {
     let Some(path) = path else { return Ok(None) };
-    let bytes = match recipe_text(path) {
+    let bytes = match recipe_text(path).filter(|_| kind == "recipe") {
         Some(text) => text.as_bytes().to_vec(),
         None => {
             let real = path.canonicalize().map_err(|e| Error::io("read", path, e))?;

@@ -102,9 +102,13 @@ fn sidecars_are_those_on_the_list() {
 fn placeholders_are_not_copied() {
     let dir = model("{}");
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\n";
-    for (name, text) in
-        [("generation_config.json", "<!DOCTYPE html>"), ("vocab.json", pointer), ("LICENSE.html", "<html>")]
-    {
+    let placeholders = [
+        ("generation_config.json", "<!DOCTYPE html>"),
+        ("vocab.json", pointer),
+        ("tokenizer.model", pointer),
+        ("LICENSE.html", "<html>"),
+    ];
+    for (name, text) in placeholders {
         fs::write(dir.path().join(name), text).unwrap();
     }
     // These are checked where they are read.
@@ -116,6 +120,7 @@ fn placeholders_are_not_copied() {
     for part in [
         "generation_config.json is an HTML page, not the file itself; it is not copied",
         "vocab.json is a Git LFS pointer, not the file itself; it is not copied",
+        "tokenizer.model is a Git LFS pointer, not the file itself; it is not copied",
     ] {
         assert!(warnings.contains(part), "{warnings}");
     }

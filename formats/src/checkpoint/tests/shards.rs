@@ -196,6 +196,9 @@ fn directories_without_safetensors() {
         assert!(error.to_string().contains(reason), "{error}");
         assert!(error.remedy().to_string().contains(remedy), "{}", error.remedy());
     }
+    let merged = tempfile::tempdir().unwrap();
+    ["adapter_config.json", "pytorch_model.bin"].iter().for_each(|name| put(merged.path(), name, b""));
+    assert!(matches!(open(&merged), Err(Error::PickleOnly { .. })));
     put(dir.path(), "model.safetensors", super::file("{}", b""));
     assert!(matches!(open(&dir), Err(Error::NoCheckpoint { .. })));
     let file = dir.path().join("x.pth");

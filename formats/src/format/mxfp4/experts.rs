@@ -9,6 +9,7 @@
 //! Codes and scales keep their suffixes, `_blocks` and `_scales`. A stored `P.NAME_bias` `[experts, n]` becomes the bias
 //! of each linear, `P.E.NAME.bias`.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,6 +23,8 @@ use crate::{Error, Result, allocate};
 
 /// Bytes of codes per block.
 const WIDTH: usize = BLOCK / 2;
+/// A limit on the experts of a layer, since each takes several entries of the view.
+const MAX_EXPERTS: usize = 4096;
 
 /// Some rows of a stored tensor.
 #[derive(Debug)]
@@ -67,15 +70,21 @@ impl Experts {
     fn split(&mut self, tensor: &str) -> Result<()> {
         let [codes, scales] = SUFFIXES.map(|suffix| format!("{tensor}{suffix}"));
         let shape = self.source.require(&codes)?.shape.clone();
+        let unsupported =
+            |reason: String| Error::UnsupportedQuantization { path: self.source.location(&codes), reason };
         let [experts, n, blocks, WIDTH] = shape[..] else {
-            return Err(Error::UnsupportedQuantization {
-                path: self.source.location(&codes),
-                reason: format!(
-                    "tensor `{codes}` has the shape {shape:?}; MXFP4 codes of experts have [experts, outputs, inputs / \
-                     {BLOCK}, {WIDTH}]"
-                ),
-            });
+            return Err(unsupported(format!(
+                "tensor `{codes}` has the shape {shape:?}; MXFP4 codes of experts have [experts, outputs, inputs / \
+                 {BLOCK}, {WIDTH}]"
+            )));
         };
+        // A tensor without elements can have any number of experts.
+        if n == 0 || blocks == 0 || !(1..=MAX_EXPERTS).contains(&experts) {
+            return Err(unsupported(format!(
+                "tensor `{codes}` has the shape {shape:?}; 1 to {MAX_EXPERTS} experts are supported, of at least one \
+                 output and one block"
+            )));
+        }
         self.require(&codes, &[experts, n, blocks, WIDTH], Some(Dtype::U8))?;
         self.require(&scales, &[experts, n, blocks], Some(Dtype::U8))?;
         let bias = format!("{tensor}_bias");
@@ -95,12 +104,23 @@ impl Experts {
             let mut add = |name: String, tensor: &str, dtype: Dtype, shape: Vec<usize>| {
                 let row_bytes = shape.get(1).copied().unwrap_or(1) * dtype.size();
                 let (info, tensor) = (TensorInfo { dtype, shape }, tensor.to_owned());
-                self.parts.insert(name, Part { info, tensor, first: expert * n + i, step, row_bytes });
+                let part = Part { info, tensor, first: expert * n + i, step, row_bytes };
+                match self.parts.entry(name) {
+                    Entry::Vacant(free) => {
+                        free.insert(part);
+                        Ok(())
+                    }
+                    Entry::Occupied(taken) => Err(Error::AmbiguousNames {
+                        path: self.source.location(&part.tensor),
+                        one: taken.get().tensor.clone(),
+                        other: part.tensor,
+                    }),
+                }
             };
-            add(format!("{module}{}", SUFFIXES[0]), &codes, Dtype::U8, vec![n / step, blocks * WIDTH]);
-            add(format!("{module}{}", SUFFIXES[1]), &scales, Dtype::U8, vec![n / step, blocks]);
+            add(format!("{module}{}", SUFFIXES[0]), &codes, Dtype::U8, vec![n / step, blocks * WIDTH])?;
+            add(format!("{module}{}", SUFFIXES[1]), &scales, Dtype::U8, vec![n / step, blocks])?;
             if let (Some(bias), Some(dtype)) = (&bias, bias_dtype) {
-                add(format!("{module}.bias"), bias, dtype, vec![n / step]);
+                add(format!("{module}.bias"), bias, dtype, vec![n / step])?;
             }
         }
         for hidden in [Some(codes), Some(scales), bias].into_iter().flatten() {
@@ -342,7 +362,21 @@ mod tests {
         refused("down_proj_blocks", &[], "down_proj_blocks");
         refused("down_proj_scales", &[EXPERTS, HIDDEN, 2], "down_proj_scales");
         refused("down_proj_blocks", &[HIDDEN, 1, 16], "[experts, outputs, inputs / 32, 16]");
+        refused("down_proj_blocks", &[1 << 40, 0, 1, 16], "1 to 4096 experts");
+        refused("down_proj_blocks", &[EXPERTS, HIDDEN, 0, 16], "1 to 4096 experts");
+        refused("down_proj_blocks", &[4097, 1, 1, 16], "1 to 4096 experts");
         // A scale of NaN.
         refused("down_proj_scales", &[EXPERTS, HIDDEN, 1], "down_proj_scales");
+    }
+
+    #[test]
+    fn a_gate_that_is_stored_twice_is_refused() {
+        let mut twice = source();
+        for (suffix, shape) in SUFFIXES.into_iter().zip([vec![EXPERTS, 1, 1, WIDTH], vec![EXPERTS, 1, 1]]) {
+            let bytes = vec![0; shape.iter().product()];
+            twice.insert(&format!("{LAYER}gate_proj{suffix}"), Dtype::U8, shape, bytes).unwrap();
+        }
+        let Err(Error::AmbiguousNames { one, other, .. }) = opened(twice) else { panic!("accepted") };
+        assert!(one.contains("gate_") && other.contains("gate_") && one != other, "{one} {other}");
     }
 }

@@ -67,9 +67,10 @@ impl StoredWeight {
         // Reading must not hold the lock: a source may compute on a thread pool, and one of its threads may call this
         // function.
         let bytes = self.source.read(&self.name)?;
-        self.was_read.store(true, Ordering::Release);
         require_finite_bytes(self.source.location(&self.name), &self.name, self.dtype, &bytes)?;
-        Ok(self.lock().get_or_insert_with(|| Arc::new(bytes)).clone())
+        let mut held = self.lock();
+        self.was_read.store(true, Ordering::Release);
+        Ok(held.get_or_insert_with(|| Arc::new(bytes)).clone())
     }
 
     /// Returns the bytes, if they are in memory.
