@@ -76,6 +76,15 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
     let run = run.wait();
     check_message("SIGINT", &run, 75, &["continue with: "]);
     assert_eq!(names(&out), ["awq.job", "compressed-tensors.job"]);
+    // A run of one format would leave these behind.
+    let one = quant(quantize(&model, &out, &[&["--format", "awq"], &SHORT[..]].concat()));
+    check_message(
+        "one format",
+        &one,
+        2,
+        &["awq.job holds an interrupted run", "with the formats that it had"],
+    );
+    assert_eq!(names(&out), ["awq.job", "compressed-tensors.job"]);
     let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat())).succeeded();
     assert_eq!(run.stderr.matches("note: resumed: ").count(), 2, "{run}");
     for format in ["awq", "compressed-tensors"] {

@@ -436,6 +436,9 @@ fn importance_matrices_are_gathered_written_and_read() {
     // Computed or read from a file, the importance gives the same output, except for the names of the text and of the
     // importance file.
     assert_eq!(perplexity(&at("one.gguf")), perplexity(&at("three.gguf")));
+    let directory = saved("model");
+    let run = quant(quantize(&model, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &directory]));
+    check_message("a directory", &run, 4, &["model: ", "is a directory"]);
     let other = at("other");
     write_cut_demo_model(&other, 3);
     let run = quant(quantize(&other, &at("no.gguf"), &["--scheme", "iq4_xs", "--imatrix", &gguf]));

@@ -141,5 +141,9 @@ fn several_models_missing_and_renamed_files_are_named() {
     }
     // With a configuration, the directory is one of Hugging Face.
     std::fs::write(bench.at("parts").join("config.json"), "{}").unwrap();
-    refused(&bench.at("parts"), 4, &["does not contain a checkpoint", &names[0], "a GGUF file"]);
+    refused(
+        &bench.at("parts"),
+        4,
+        &["does not contain a checkpoint", &names[0], "the path of the GGUF file"],
+    );
 }

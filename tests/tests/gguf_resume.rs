@@ -175,7 +175,12 @@ fn an_importance_matrix_belongs_to_its_weights() {
     let name = "model.layers.2.self_attn.o_proj.weight";
     tensors.iter_mut().find(|tensor| tensor.name == name).unwrap().data[0] ^= 1;
     std::fs::write(&weights, safetensors(&tensors)).unwrap();
-    check_message("weights", &bench.resume("out.gguf", &options), 2, &[name, "remove OUT.job"]);
+    check_message(
+        "weights",
+        &bench.resume("out.gguf", &options),
+        2,
+        &[name, "remove the directory next to the output"],
+    );
     std::fs::write(&weights, before).unwrap();
 
     let text = read(&journal);

@@ -202,7 +202,7 @@ fn inputs_that_changed_meanwhile() {
     let name = "model.layers.0.self_attn.v_proj.weight";
     tensors.iter_mut().find(|tensor| tensor.name == name).unwrap().data[0] ^= 1;
     let changed = format!("tensor `{name}` has changed since");
-    refused(&weights, &safetensors(&tensors), &changed, "remove OUT.job to start over");
+    refused(&weights, &safetensors(&tensors), &changed, "remove the directory next to the output");
     let run = bench.resume(&out, &options).succeeded();
     assert!(run.stderr.contains("of the output are complete"), "{run}");
     let card = std::fs::read_to_string(out.join("README.md")).unwrap();

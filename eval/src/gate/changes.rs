@@ -101,11 +101,16 @@ fn of_result(name: &str, before: Option<&Evaluation>, now: &Evaluation, level: f
         });
         rows.push(model);
     }
-    rows.extend(row("reference", &|e| e.reference.as_ref().map(|r| r.path.clone())).map(|mut reference| {
-        // A different reference would have been an error.
-        reference.change = before.map(|_| SAME_WEIGHTS.into());
-        reference
-    }));
+    let reference = |e: &Evaluation| e.reference.as_ref().map_or_else(|| "none".into(), |r| r.path.clone());
+    if now.reference.is_some() || before.is_some_and(|before| before.reference.is_some()) {
+        rows.extend(row("reference", &|e| Some(reference(e))).map(|mut row| {
+            // A different reference would have been an error.
+            if before.is_some_and(|before| before.reference.is_some() && now.reference.is_some()) {
+                row.change = Some(SAME_WEIGHTS.into());
+            }
+            row
+        }));
+    }
     rows.extend(row("scheme", &|e| Some(schemes(&e.model))));
     rows.extend(row("method", &|e| e.model.method.clone()));
     rows.extend(row("program", &|e| Some(format!("{} {}, {}", e.tool.name, e.tool.version, e.tool.isa))));

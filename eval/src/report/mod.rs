@@ -163,6 +163,12 @@ pub fn closest_of(results: &[(&str, &Evaluation)]) -> Option<String> {
     let kl = |index: usize| nats(compared[index].2.kl.mean);
     let (best, next) = (compared[found.index].0, compared[found.next].0);
     Some(match found.clear {
+        _ if windows[found.index] == windows[found.next] => {
+            format!(
+                "Equally close to the reference: {best} and {next}, with a mean KL of {} nats.",
+                kl(found.index)
+            )
+        }
         true => format!(
             "Closest to the reference: {best}, with a mean KL of {} nats; significantly closer than {next} with {} \
              (at the 5 % level, by a paired test over windows).",

@@ -315,9 +315,9 @@ fn find_sidecars(root: &Root, warnings: &mut Vec<String>) -> Result<Vec<Sidecar>
     Ok(found)
 }
 
-/// Returns what lies in place of a file. The JSON files of the tokenizer are checked where they are read.
+/// Returns what lies in place of a file. The tokenizer is checked where it is read.
 fn placeholder_at(real: &Path, shown: &Path, name: &str) -> Result<Option<Placeholder>> {
-    if [TOKENIZER, "tokenizer_config.json"].contains(&name) {
+    if name == TOKENIZER {
         return Ok(None);
     }
     let mut start = Vec::new();

@@ -74,6 +74,11 @@ pub(crate) fn refuse_within_job(target: &Path) -> Result<()> {
     }
 }
 
+/// Whether a job directory has the record of a run.
+pub(crate) fn is_resumable(job: &Path) -> bool {
+    is_lock(&job.join(LOCK)).unwrap_or(false) && job.join(RECORD).is_file()
+}
+
 pub(crate) fn parent_of(path: &Path) -> &Path {
     path.parent().unwrap_or(path)
 }
@@ -164,9 +169,29 @@ impl Job {
             Err(reason) => return damaged(format!("it {reason}")),
         };
         match serde_json::from_slice(&text) {
-            Ok(record) => Ok(Ok(Some(record))),
+            Ok(record @ Value::Object(_)) => match self.misplaced()? {
+                None => Ok(Ok(Some(record))),
+                Some(reason) => Ok(Err(reason)),
+            },
+            Ok(_) => damaged("it is not an object".into()),
             Err(e) => damaged(parser_message(&e.to_string(), "an object")),
         }
+    }
+
+    /// Names an entry of the wrong kind. A link would lead the run to files elsewhere.
+    fn misplaced(&self) -> Result<Option<String>> {
+        for (path, is_directory) in [(self.out(), true), (self.journal(), false)] {
+            let kind = match path.symlink_metadata() {
+                Ok(metadata) => metadata.file_type(),
+                Err(e) if e.kind() == ErrorKind::NotFound => continue,
+                Err(e) => return Err(Error::io("open", path, e)),
+            };
+            if !(if is_directory { kind.is_dir() } else { kind.is_file() }) {
+                let what = if is_directory { "directory" } else { "regular file" };
+                return Ok(Some(format!("{} is damaged: it is not a {what}", path.display())));
+            }
+        }
+        Ok(None)
     }
 
     /// Records the job's request; from here on it can be resumed.

@@ -1,8 +1,8 @@
 //! The journal of completed tensors, for a run that resumes after an interruption.
 //!
 //! It has one line per tensor, appended after the tensor's bytes are durable. On resuming, these tensors are read back
-//! and hashed, so a torn or damaged line only costs the work on its tensor. The journal also holds records of the
-//! caller.
+//! and hashed. The journal also holds records of the caller. Each line ends with a hash of itself, so a torn or damaged
+//! line only costs the work that it stands for.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -17,6 +17,10 @@ use crate::digest::{Digest256, from_hex, hex};
 use crate::{Error, Result};
 
 const PIECE: usize = 1 << 20;
+/// The last field of a line, up to its value.
+const CHECK: &[u8] = b",\"check\":\"";
+/// The number of digits of the hash of a line.
+const CHECK_DIGITS: usize = 16;
 
 pub(crate) struct WriteJournal {
     path: PathBuf,
@@ -37,6 +41,11 @@ pub(crate) struct Entries {
 impl Entries {
     pub(crate) fn is_empty(&self) -> bool {
         self.tensors.is_empty() && self.records.is_empty()
+    }
+
+    /// Stands for a journal that cannot be read: it may have had entries.
+    pub(crate) fn unknown() -> Self {
+        Self { records: BTreeMap::from([(String::new(), "null".into())]), ..Self::default() }
     }
 }
 
@@ -61,8 +70,8 @@ impl WriteJournal {
         Ok(Self { path: path.to_owned(), file, len: text.len() as u64 })
     }
 
-    /// Reads a journal; a missing one is empty. Lines that do not parse are skipped, and the last line for a tensor or
-    /// record counts. A record whose last value is null is removed.
+    /// Reads a journal; a missing one is empty. Damaged lines are skipped, and the last line for a tensor or record
+    /// counts. A record whose last value is null is removed.
     pub(crate) fn load(path: &Path) -> Result<Entries> {
         let fail = |e| Error::io("read", path, e);
         let mut reader = match path.symlink_metadata() {
@@ -78,7 +87,7 @@ impl WriteJournal {
                 return Ok(entries);
             }
             // The line may be incomplete, even if it parses.
-            let Some(line) = line.strip_suffix(b"\n") else { continue };
+            let Some(line) = line.strip_suffix(b"\n").filter(|line| is_intact(line)) else { continue };
             match serde_json::from_slice(line) {
                 Ok(Line::Tensor { tensor, blake3 }) => {
                     if let Some(hash) = from_hex(&blake3) {
@@ -134,11 +143,28 @@ fn each_line<'e>(
 ) -> Result<()> {
     let quoted =
         |text: &str| serde_json::to_string(text).map_err(|e| Error::Internal(format!("journal: {e}")));
+    let mut line = |mut text: String| {
+        let check = check(text.as_bytes());
+        text.push_str(&format!(",\"check\":\"{check}\"}}\n"));
+        take(text.as_bytes())
+    };
     for (record, value) in records {
-        take(format!("{{\"record\":{},\"value\":{value}}}\n", quoted(record)?).as_bytes())?;
+        line(format!("{{\"record\":{},\"value\":{value}", quoted(record)?))?;
     }
     for (tensor, hash) in tensors {
-        take(format!("{{\"tensor\":{},\"blake3\":\"{}\"}}\n", quoted(tensor)?, hex(&hash)).as_bytes())?;
+        line(format!("{{\"tensor\":{},\"blake3\":\"{}\"", quoted(tensor)?, hex(&hash)))?;
     }
     Ok(())
+}
+
+/// The first digits of the BLAKE3 of a line before its check.
+fn check(text: &[u8]) -> String {
+    hex(&blake3::hash(text).as_bytes()[..CHECK_DIGITS / 2])
+}
+
+/// Whether a line without its end has the right check.
+fn is_intact(line: &[u8]) -> bool {
+    let digits = line.strip_suffix(b"\"}").and_then(|line| line.split_last_chunk::<CHECK_DIGITS>());
+    let text = digits.and_then(|(head, digits)| Some((head.strip_suffix(CHECK)?, digits)));
+    text.is_some_and(|(text, digits)| check(text).as_bytes() == digits)
 }

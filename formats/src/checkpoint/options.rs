@@ -10,6 +10,7 @@ use super::{Archive, SafetensorsDirectory};
 
 /// What a writer does with the unfinished job of an earlier run on the same target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Resume {
     /// Discards it.
     #[default]

@@ -132,7 +132,13 @@ pub(crate) fn unfinished(job: &Job, record: &Value, options: &WriteOptions) -> R
     if fault.is_some() && options.force && !required {
         return Ok(None);
     }
-    let entries = WriteJournal::load(&job.journal())?;
+    let entries = match WriteJournal::load(&job.journal()) {
+        // The fault is reported.
+        Err(_) if fault.is_some() && job.journal().symlink_metadata().is_ok_and(|m| !m.is_file()) => {
+            Entries::unknown()
+        }
+        loaded => loaded?,
+    };
     match fault {
         _ if !required && entries.is_empty() => Ok(None),
         None => Ok(Some(entries)),

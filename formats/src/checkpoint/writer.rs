@@ -16,7 +16,7 @@ use sha2::Digest;
 use super::contract::{check_part, incomplete, unknown};
 use super::file_system::{FileSystem, RealFileSystem, failure, write_new};
 use super::input_file::{listed, open_regular, read_exact_at, relative_name_fault};
-use super::job::{Job, job_path, parent_of, refuse_within_job};
+use super::job::{Job, is_resumable, job_path, parent_of, refuse_within_job};
 use super::journal::{Entries, WriteJournal};
 use super::layout::ShardFile;
 use super::manifest::{MANIFEST, PublishedFile, manifest_bytes};
@@ -254,6 +254,12 @@ impl CheckpointWriter {
     pub fn is_finished(target: &Path) -> bool {
         let is_unfinished = resolve(target).and_then(|t| job_path(&t)).is_ok_and(|job| job.exists());
         !is_unfinished && (target.is_file() || target.join(MANIFEST).is_file())
+    }
+
+    /// The job directory of an interrupted run with this target, if there is one.
+    pub fn unfinished_job(target: &Path) -> Option<PathBuf> {
+        let job = resolve(target).and_then(|target| job_path(&target)).ok()?;
+        is_resumable(&job).then_some(job)
     }
 
     /// Notes on how the job was resumed, one line each.

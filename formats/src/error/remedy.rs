@@ -66,7 +66,7 @@ impl Error {
                 offenders.first().map(|o| suggestion_pattern(&o.tensor)).unwrap_or_default()
             ),
             Self::Kernel(_) => "dequantize the weight, and multiply by the floats".into(),
-            Self::OutputExists { .. } => "choose a different output, or replace it with ‹force›".into(),
+            Self::OutputExists { .. } => "choose a different output, or replace it with ‹force› if quant wrote it".into(),
             Self::OutputIsInput { input, .. } => {
                 format!("choose a path outside {}", input.display())
             }

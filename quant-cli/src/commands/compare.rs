@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use quant_core::{Error, Result};
-use quant_evaluator::Evaluation;
 use quant_evaluator::report::{bits, closest_of, nats_of, schemes};
+use quant_evaluator::{Evaluation, ModelIdentity};
 use serde::Serialize;
 
 use crate::output::{self, JsonOption, bytes, table};
@@ -100,12 +100,26 @@ fn names(paths: &[PathBuf]) -> Vec<String> {
 /// # Errors
 /// [`Error::Usage`], which names the first result that differs.
 pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> {
-    let reference = |e: &Evaluation| e.reference.as_ref().map(|r| r.sha256.clone());
+    check_measured(&first.tokens_sha256, first.reference.as_ref(), others)
+}
+
+/// Like [`check`], before the first model is measured on these tokens.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_measured(
+    tokens_sha256: &str,
+    reference: Option<&ModelIdentity>,
+    others: &[(String, Evaluation)],
+) -> Result<()> {
     for (name, other) in others {
-        let differs = match other {
-            e if e.tokens_sha256 != first.tokens_sha256 => "on different tokens",
-            e if reference(e) != reference(first) => "against a different reference, or without one",
-            _ => continue,
+        let differs = match (&other.reference, reference) {
+            _ if other.tokens_sha256 != tokens_sha256 => "on different tokens",
+            (None, None) => continue,
+            (None, Some(_)) => "without a reference, unlike the first",
+            (Some(_), None) => "against a reference, unlike the first",
+            (Some(its), Some(first)) if its.sha256 != first.sha256 => "against a different reference",
+            (Some(_), Some(_)) => continue,
         };
         return Err(Error::usage(
             format!(

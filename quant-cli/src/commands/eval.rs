@@ -254,6 +254,7 @@ impl Setup {
             (Some(opened), Some(path)) => Some(opened.identity(path, session)?),
             _ => None,
         };
+        compare_results::check_measured(&text.tokens_sha256, compared_with.as_ref(), &prepared.others)?;
         if let Some(reference) = &compared_with
             && is_quantized(reference)
             && (!is_quantized(&model) || reference.size_bytes < model.size_bytes)

@@ -22,9 +22,27 @@ use crate::{Category, Error, Result, TensorSink};
 const SAVE_EVERY: Duration = Duration::from_secs(20);
 
 /// Returns the destination of each format: `OUT` itself for one, `OUT/FORMAT` for several.
+///
+/// # Errors
+/// [`Error::Usage`] if the directory holds files that are not of the formats, or an interrupted run of one format would
+/// be lost because of several, or the other way round; [`Error::Io`].
 pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
+    let stranded = |target: &Path| {
+        let job = CheckpointWriter::unfinished_job(target)?;
+        Some(Error::usage(
+            format!("{} holds an interrupted run, which this one would not continue", job.display()),
+            "continue it with the formats that it had, choose a different output, or remove that directory",
+        ))
+    };
     if recipe.containers.len() == 1 {
-        return Ok(vec![out.to_owned()]);
+        let mut formats = CONTAINERS.iter().chain(&recipe.containers);
+        return match formats.find_map(|c| stranded(&out.join(c.name()))) {
+            Some(error) => Err(error),
+            None => Ok(vec![out.to_owned()]),
+        };
+    }
+    if let Some(error) = stranded(out) {
+        return Err(error);
     }
     let entries = match std::fs::read_dir(out) {
         Ok(entries) => entries,
@@ -61,13 +79,14 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
 pub(crate) fn refuse_existing(outputs: &[PathBuf], force: bool, resume: bool) -> Result<()> {
     let Some(path) = outputs.iter().find(|path| !force && path.exists()) else { return Ok(()) };
     let shown = path.display();
-    match (resume, outputs) {
+    let is_begun = outputs.iter().any(|output| CheckpointWriter::unfinished_job(output).is_some());
+    match (resume || is_begun, outputs) {
         // If a run is killed while it publishes its formats one after another, only some of them exist.
         (true, [_, _, ..]) => Err(Error::usage(
-            format!("{shown} already exists, so the run cannot be resumed"),
+            format!("{shown} already exists, so the interrupted run cannot be resumed"),
             "add ‹force›, which writes existing formats again and resumes the others",
         )),
-        (true, _) if CheckpointWriter::is_finished(path) => Err(Error::usage(
+        (true, _) if resume && CheckpointWriter::is_finished(path) => Err(Error::usage(
             format!("{shown} is finished: there is no interrupted run to resume"),
             "use it as it is, or replace it with ‹force›",
         )),

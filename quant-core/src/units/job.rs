@@ -15,6 +15,7 @@ use crate::checkpoint::{read_capped, refuse_overlap};
 use crate::pipeline::{self, Job};
 use crate::recipe::{Extensions, Plan, Rates};
 use crate::run::{self, Host, Opened, RecipeSettings, SettingFile, Text, open_with, prepared, recipe_text};
+use crate::wording::counted;
 use crate::{CancelToken, Error, Observer, Result};
 
 /// A job to be created.
@@ -114,8 +115,9 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
         let shards = units.iter().filter_map(Unit::shard).max().map_or(0, |last| last + 1);
         if shards < asked {
             host.warn(format!(
-                "the calibration text fills only {shards} forward shard(s), not {asked}: windows that pass through a \
-                block together stay together"
+                "the calibration text fills only {}, not {asked}: windows that pass through a block together stay \
+                together",
+                counted(shards, "forward shard")
             ));
         }
     }

@@ -14,6 +14,7 @@ use crate::calibrate::{Residence, Spill, TokenWindows};
 use crate::checkpoint::MemorySink;
 use crate::pipeline::{self, StateFiles, quantize_unit};
 use crate::run::{Host, MemoryBudget, residence};
+use crate::wording::counted;
 use crate::{Category, Error, Result, system};
 
 const KEY_DIGITS: usize = 32;
@@ -356,7 +357,9 @@ impl UnitJob {
     pub(super) fn remove_abandoned(&self, host: &Host<'_>) {
         match self.store.remove_abandoned() {
             0 => {}
-            removed => host.note(format!("removed the temporary files of {removed} killed worker(s)")),
+            removed => {
+                host.note(format!("removed the temporary files of {}", counted(removed, "killed worker")))
+            }
         }
     }
 

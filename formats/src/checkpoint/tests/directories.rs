@@ -106,12 +106,13 @@ fn placeholders_are_not_copied() {
         ("generation_config.json", "<!DOCTYPE html>"),
         ("vocab.json", pointer),
         ("tokenizer.model", pointer),
+        ("tokenizer_config.json", "<html>"),
         ("LICENSE.html", "<html>"),
     ];
     for (name, text) in placeholders {
         fs::write(dir.path().join(name), text).unwrap();
     }
-    // These are checked where they are read.
+    // It is checked where it is read.
     fs::write(dir.path().join("tokenizer.json"), pointer).unwrap();
     let opened = ModelDirectory::open(dir.path()).unwrap();
     let names: Vec<_> = opened.sidecar_files().iter().map(|s| s.path.file_name().unwrap()).collect();
@@ -121,6 +122,7 @@ fn placeholders_are_not_copied() {
         "generation_config.json is an HTML page, not the file itself; it is not copied",
         "vocab.json is a Git LFS pointer, not the file itself; it is not copied",
         "tokenizer.model is a Git LFS pointer, not the file itself; it is not copied",
+        "tokenizer_config.json is an HTML page, not the file itself; it is not copied",
     ] {
         assert!(warnings.contains(part), "{warnings}");
     }

@@ -361,6 +361,42 @@ fn a_null_value_removes_a_record() {
     drop(writer);
     let writer = create(&target, resumed()).unwrap();
     assert_eq!((writer.recall("kept"), writer.recall("removed")), (Some(json!(["kept"])), None));
+    drop(writer);
+
+    // A damaged record is not used, even if it is still JSON.
+    let journal = job(&target).join("journal.jsonl");
+    let text = fs::read_to_string(&journal).unwrap();
+    assert!(text.contains(r#"["kept"]"#), "{text}");
+    fs::write(&journal, text.replace(r#"["kept"]"#, r#"["kepT"]"#)).unwrap();
+    assert_eq!(create(&target, resumed()).unwrap().recall("kept"), None);
+}
+
+/// Neither a link nor another kind of file takes the place of staged files or of the journal.
+#[test]
+fn misplaced_entries_of_a_job_are_damage() {
+    for (entry, is_link) in [("out", true), ("out", false), ("journal.jsonl", true), ("journal.jsonl", false)]
+    {
+        let (dir, target) = place();
+        interrupted(&target);
+        let (victim, path) = (dir.path().join("victim"), job(&target).join(entry));
+        fs::create_dir(&victim).unwrap();
+        fs::write(victim.join("keep"), "kept").unwrap();
+        if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }.unwrap();
+        match (is_link, entry) {
+            (true, _) => symlink(&victim, &path).unwrap(),
+            (false, "out") => fs::write(&path, "").unwrap(),
+            (false, _) => fs::create_dir(&path).unwrap(),
+        }
+        for options in [again(), resumed()] {
+            let message = usage_message(create(&target, options));
+            assert!(message.contains(entry) && message.contains("damaged"), "{message}");
+        }
+        let writer = create(&target, WriteOptions { force: true, ..again() }).unwrap();
+        finish(writer).unwrap();
+        assert!(target.symlink_metadata().unwrap().is_dir());
+        assert_eq!(fs::read(victim.join("keep")).unwrap(), b"kept");
+        assert_eq!(fs::read_dir(&victim).unwrap().count(), 1, "{entry}");
+    }
 }
 
 #[test]

@@ -36,10 +36,13 @@ impl Importance {
     /// Reads a file of either format.
     ///
     /// # Errors
-    /// [`Error::InputFile`] if it does not exist, is too large, has neither format, is damaged, or contains negative or
+    /// [`Error::InputFile`] if it does not exist, is a directory, is too large, has neither format, is damaged, or contains negative or
     /// non-finite values; [`Error::Io`] if it cannot be read.
     pub fn read(path: &Path) -> Result<Self> {
         let fault = |reason| Self::fault(path, reason);
+        if path.is_dir() {
+            return Err(fault("is a directory".into()));
+        }
         let bytes = match read_capped(path, path, MAX_FILE_BYTES) {
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {
                 return Err(fault("does not exist".into()));
