@@ -809,7 +809,7 @@ fn init_says_how_many_shards_there_are() {
         init(&bench.request(1, asked), &bench.at(&format!("store-{asked}")), &host).unwrap();
         let found = warnings.0.into_inner().unwrap();
         assert_eq!(
-            found.iter().any(|message| message.contains("3 forward shard(s), not 100")),
+            found.iter().any(|message| message.contains("3 forward shards, not 100")),
             warns,
             "{found:?}"
         );

@@ -82,7 +82,7 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
         "one format",
         &one,
         2,
-        &["awq.job holds an interrupted run", "with the formats that it had"],
+        &[".job holds an interrupted run", "with the formats that it had"],
     );
     assert_eq!(names(&out), ["awq.job", "compressed-tensors.job"]);
     let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat())).succeeded();

@@ -116,8 +116,8 @@ pub fn check_measured(
         let differs = match (&other.reference, reference) {
             _ if other.tokens_sha256 != tokens_sha256 => "on different tokens",
             (None, None) => continue,
-            (None, Some(_)) => "without a reference, unlike the first",
-            (Some(_), None) => "against a reference, unlike the first",
+            (None, Some(_)) => "without a reference, others with one",
+            (Some(_), None) => "with a reference, others without one",
             (Some(its), Some(first)) if its.sha256 != first.sha256 => "against a different reference",
             (Some(_), Some(_)) => continue,
         };
