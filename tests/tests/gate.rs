@@ -339,7 +339,7 @@ fn results_are_compared() {
         "no reference",
         &run,
         2,
-        &["`other` was measured against a different reference, or without one"],
+        &["`other` was measured without a reference, others with one"],
     );
     std::fs::write(&other, "{}").unwrap();
     check_message("no result", &quant(args!["compare", &named[0], &other]), 4, &["has no field `schema`"]);
