@@ -78,12 +78,7 @@ fn an_interrupted_run_of_both_leaves_neither_and_resumes() {
     assert_eq!(names(&out), ["awq.job", "compressed-tensors.job"]);
     // A run of one format would leave these behind.
     let one = quant(quantize(&model, &out, &[&["--format", "awq"], &SHORT[..]].concat()));
-    check_message(
-        "one format",
-        &one,
-        2,
-        &[".job holds an interrupted run", "with the formats that it had"],
-    );
+    check_message("one format", &one, 2, &[".job holds an interrupted run", "with the formats that it had"]);
     assert_eq!(names(&out), ["awq.job", "compressed-tensors.job"]);
     let run = quant(quantize(&model, &out, &[&options[..], &["--resume"]].concat())).succeeded();
     assert_eq!(run.stderr.matches("note: resumed: ").count(), 2, "{run}");

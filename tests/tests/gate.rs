@@ -335,12 +335,7 @@ fn results_are_compared() {
     eval.extend(TEXT.map(Into::into));
     quant(eval).succeeded();
     let run = quant(args!["compare", &named[0], &other]);
-    check_message(
-        "no reference",
-        &run,
-        2,
-        &["`other` was measured without a reference, others with one"],
-    );
+    check_message("no reference", &run, 2, &["`other` was measured without a reference, others with one"]);
     std::fs::write(&other, "{}").unwrap();
     check_message("no result", &quant(args!["compare", &named[0], &other]), 4, &["has no field `schema`"]);
     let onto = quant(args!["compare", &named[0], &named[1], format!("--json={}", named[0].display())]);

@@ -68,6 +68,17 @@ impl Bench {
     }
 }
 
+/// A line of the journal without its hash.
+fn unsealed(line: &str) -> String {
+    let (text, _) = line.rsplit_once(",\"check\":").unwrap();
+    format!("{text}}}")
+}
+
+fn sealed(line: &str) -> String {
+    let text = line.strip_suffix('}').unwrap();
+    format!("{text},\"check\":\"{}\"}}\n", &sha256(text.as_bytes())[..16])
+}
+
 fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_default()
 }
@@ -144,6 +155,7 @@ fn calibration_is_not_repeated() {
     let journal = bench.killed("out", &again, searched);
     let text = read(&journal);
     let exchanged = text.lines().map(|line| {
+        let line = unsealed(line);
         let [first, second] = [0, 1].map(|layer| format!("\"importance of blk.{layer}.attn_q.weight\""));
         let line = line.replace(&first, "\"-\"").replace(&second, &first).replace("\"-\"", &second);
         if !line.starts_with(r#"{"record":"rewrite of block 0""#) {
@@ -153,7 +165,7 @@ fn calibration_is_not_repeated() {
         record["value"]["folds"][0]["tokens"] = 12345.into();
         record.to_string()
     });
-    let exchanged = exchanged.map(|line| line + "\n").collect::<String>();
+    let exchanged = exchanged.map(|line| sealed(&line)).collect::<String>();
     std::fs::write(&journal, exchanged).unwrap();
     bench.resume("out", &again).succeeded();
     let report: Value = serde_json::from_str(&read(&bench.at("out/quant_report.json"))).unwrap();
@@ -187,7 +199,8 @@ fn an_importance_matrix_belongs_to_its_weights() {
     let at = text.find("importance of blk.1.").unwrap();
     let at = at + text[at..].find("\"values\":\"").unwrap() + 12;
     let other = if text.as_bytes()[at] == b'0' { "1" } else { "0" };
-    std::fs::write(&journal, [&text[..at], other, &text[at + 1..]].concat()).unwrap();
+    let edited = [&text[..at], other, &text[at + 1..]].concat();
+    std::fs::write(&journal, edited.lines().map(|line| sealed(&unsealed(line))).collect::<String>()).unwrap();
     // A different request must not discard the matrix; the same one continues by itself.
     let ways = ["different inputs or settings", "settings of the interrupted run", "run with --force"];
     check_message("a different run", &bench.quantize("out.gguf", &["--scheme", "q4_k_s"]), 2, &ways);

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use super::file_system::{FileSystem, StagedFile, failure, replace_file};
 use super::input_file::open_regular;
-use crate::digest::{Digest256, from_hex, hex};
+use crate::digest::{Digest256, from_hex, hex, sha256_hex};
 use crate::{Error, Result};
 
 const PIECE: usize = 1 << 20;
@@ -157,9 +157,11 @@ fn each_line<'e>(
     Ok(())
 }
 
-/// The first digits of the BLAKE3 of a line before its check.
+/// The first digits of the SHA-256 of a line before its check.
 fn check(text: &[u8]) -> String {
-    hex(&blake3::hash(text).as_bytes()[..CHECK_DIGITS / 2])
+    let mut digits = sha256_hex(text);
+    digits.truncate(CHECK_DIGITS);
+    digits
 }
 
 /// Whether a line without its end has the right check.
