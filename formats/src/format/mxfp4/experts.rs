@@ -265,11 +265,11 @@ mod tests {
         let blocks = k / BLOCK;
         let name = format!("{LAYER}{name}");
         let codes = bytes(EXPERTS * n * k / 2, n, 251);
-        source.insert(&format!("{name}_blocks"), Dtype::U8, vec![EXPERTS, n, blocks, WIDTH], codes).unwrap();
+        source.insert(format!("{name}_blocks"), Dtype::U8, vec![EXPERTS, n, blocks, WIDTH], codes).unwrap();
         let scales = bytes(EXPERTS * n * blocks, k, 11).into_iter().map(|scale| 120 + scale).collect();
-        source.insert(&format!("{name}_scales"), Dtype::U8, vec![EXPERTS, n, blocks], scales).unwrap();
+        source.insert(format!("{name}_scales"), Dtype::U8, vec![EXPERTS, n, blocks], scales).unwrap();
         let bias = (0..EXPERTS * n).flat_map(|i| (i as f32).to_le_bytes()).collect();
-        source.insert(&format!("{name}_bias"), Dtype::F32, vec![EXPERTS, n], bias).unwrap();
+        source.insert(format!("{name}_bias"), Dtype::F32, vec![EXPERTS, n], bias).unwrap();
     }
 
     fn source() -> MemorySource {
@@ -374,7 +374,7 @@ mod tests {
         let mut twice = source();
         for (suffix, shape) in SUFFIXES.into_iter().zip([vec![EXPERTS, 1, 1, WIDTH], vec![EXPERTS, 1, 1]]) {
             let bytes = vec![0; shape.iter().product()];
-            twice.insert(&format!("{LAYER}gate_proj{suffix}"), Dtype::U8, shape, bytes).unwrap();
+            twice.insert(format!("{LAYER}gate_proj{suffix}"), Dtype::U8, shape, bytes).unwrap();
         }
         let Err(Error::AmbiguousNames { one, other, .. }) = opened(twice) else { panic!("accepted") };
         assert!(one.contains("gate_") && other.contains("gate_") && one != other, "{one} {other}");
