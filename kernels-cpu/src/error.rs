@@ -130,7 +130,7 @@ mod tests {
         let reversed = 3..2;
         assert_eq!(
             message(KernelError::rows(&reversed, 4)),
-            "rows must not end before they begin, at row 3, got 2"
+            "the end of the range of rows must be at least its start, 3, got 2"
         );
         assert_eq!(message(KernelError::panels(&(0..3), 2)), "panels must end at or before panel 2, got 3");
         assert!(KernelError::panels(&reversed, 4).is_err());

@@ -32,8 +32,8 @@ fn weights_that_do_not_fit() {
     assert_eq!(status(&|w| w.scales_len -= 1), qz1_status::Length);
     assert_eq!(status(&|w| w.zeros_len -= 1), qz1_status::Length);
     assert_eq!(status(&|w| w.scales = w.scales.wrapping_byte_add(1)), qz1_status::Misaligned);
-    assert_eq!(status(&|w| w.n = usize::MAX), qz1_status::Length);
-    assert_eq!(status(&|w| (w.n, w.k, w.group_size) = (1 << 62, 64, 64)), qz1_status::Length);
+    assert_eq!(status(&|w| w.n = usize::MAX), qz1_status::TooLarge);
+    assert_eq!(status(&|w| (w.n, w.k, w.group_size) = (1 << 62, 64, 64)), qz1_status::TooLarge);
     assert_eq!(status(&|w| w.scales_len = usize::MAX), qz1_status::TooLarge);
     assert_eq!(status(&|w| w.codes_len = usize::MAX), qz1_status::TooLarge);
     assert_eq!(status(&|w| (w.n, w.codes_len, w.scales_len, w.zeros_len) = (0, 0, 0, 0)), qz1_status::Scheme);
