@@ -225,9 +225,9 @@ def expect_evaluated(found, result, report, other):
     first = next((row[3] for row in rows if row[0] == "0"), "<script>alert")
     yield "their text", "<script>alert" in first, True
     rows = table(found, "", "result")
-    yield "compared", [row[6] for row in rows], \
+    yield "compared", [row[7] for row in rows], \
         [nats(comparison["kl"]), nats(other["comparison"]["kl"])]
-    yield "none better in both", [bool(row[8]) for row in rows], [True, True]
+    yield "none better in both", [bool(row[9]) for row in rows], [True, True]
     yield "provenance", result["model"]["sha256"] in str(found["tables"]), True
     yield from expect_map(found, report)
 

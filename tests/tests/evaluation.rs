@@ -145,7 +145,7 @@ fn reports_show_what_was_measured() {
     let (_, compared) = page.split_once("Compared runs").unwrap();
     assert_eq!(compared.matches("data-label=\"method\">rtn<").count(), 2, "{compared}");
     // In a narrow window, a row becomes a card, in which every value has its label.
-    assert!(compared.contains("<table class=\"cards labelled\">"), "{compared}");
+    assert!(compared.contains("<table class=\"cards labelled compared\">"), "{compared}");
     let hint = "add --reference FLOAT, the model before quantization";
     for (model, hinted) in [(at("w3"), true), (demo_model(), false)] {
         let run = quant(args!["eval", model, "--text", &text, "--window", "64"]).succeeded();

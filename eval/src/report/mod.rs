@@ -121,7 +121,7 @@ fn pareto(results: &[(String, &Evaluation)]) -> Markup {
         .collect();
     html! {
         (svg::points("Divergence and size", "Horizontal: MB of weight files. Vertical: KL in nats per token.", &points))
-        div.wide { table.cards.labelled {
+        div.wide { table.cards.labelled.compared {
             tr {
                 th { "" } th.text { "result" } th.text { "scheme" } th.text { "method" } th { "bits" } th { "size" }
                 th { "perplexity" } th { "mean KL" } th { "same top token" } th { "" }
