@@ -96,8 +96,8 @@ impl Rounding for InStages {
         Some(LayerInputs::Float)
     }
 
-    fn memory(&self, _: &Workload<'_>) -> RoundingMemory {
-        RoundingMemory { gathering: 0, solving: SOLVED }
+    fn memory(&self, _: &Workload<'_>) -> Vec<RoundingMemory> {
+        vec![RoundingMemory { gathering: 0, solving: SOLVED, rounds: None }]
     }
 
     fn operations(&self, _: &Workload<'_>) -> f64 {

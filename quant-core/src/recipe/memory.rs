@@ -1,6 +1,6 @@
 //! The peak memory of a plan, estimated without reading weights.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Action, PassPlan, Plan};
 use crate::ThreadMemory;
@@ -114,7 +114,8 @@ impl Plan {
         let writing = tensors.saturating_add(rotated);
         let kinds = |plan: &Self| {
             let kinds = model.architecture().blocks.kinds_in(plan.blocks());
-            kinds.map(|kind| plan.block_memory(kind, residence, writing)).max().unwrap_or(0)
+            let shared = plans.len() > 1;
+            kinds.map(|kind| plan.block_memory(kind, residence, writing, shared)).max().unwrap_or(0)
         };
         let blocks = searched.map(kinds).max().unwrap_or(0);
         let step = blocks.max(writing);
@@ -172,7 +173,9 @@ impl Plan {
     /// The peak memory while a block is processed: the block, the hidden states of the batch, and the largest of the
     /// steps, which run one after the other. Sums saturate, because they can exceed 64 bits if a huge batch is
     /// requested.
-    fn block_memory(&self, kind: BlockKind<'_>, residence: Residence, writing: u64) -> u64 {
+    ///
+    /// If several plans share a run, the weights of a block stay in memory until all have quantized them.
+    fn block_memory(&self, kind: BlockKind<'_>, residence: Residence, writing: u64, shared: bool) -> u64 {
         let graph = kind.graph;
         let tokens = match self.needs_text() {
             true => (self.sampling.samples as u64).saturating_mul(self.sampling.length as u64),
@@ -200,19 +203,31 @@ impl Plan {
         let weights = graph.linears().map(|(id, _, [n, k], _)| (graph.expert_of(id), (n * k) as u64));
         let is_rewritten = transforms.len() + usize::from(staged) > 1;
         let rewritten = if is_rewritten { 4 * resident(weights, experts_apart) } else { 0 };
-        let mut steps = vec![pieces, writing.saturating_add(rewritten)];
+        let block = self.block_bytes(kind, one_expert);
+        let mut steps =
+            vec![block.saturating_add(pieces), block.saturating_add(writing).saturating_add(rewritten)];
         for (i, transform) in transforms.iter().enumerate() {
             let step = pieces.saturating_add(transform.gathering_memory(&work)).max(transform.memory(&work));
-            steps.push(if i == 0 { step } else { step.saturating_add(rewritten) });
+            let before = if i == 0 { block } else { block.saturating_add(rewritten) };
+            steps.push(before.saturating_add(step));
         }
         if staged {
-            let RoundingMemory { gathering, solving } = rounding.memory(&work);
-            steps.push(pieces.saturating_add(gathering).saturating_add(rewritten));
-            steps.push(solving.saturating_add(rewritten));
+            let mut earlier = BTreeSet::new();
+            for RoundingMemory { gathering, solving, rounds } in rounding.memory(&work) {
+                let weights = match rounds.filter(|_| !is_rewritten && !shared) {
+                    Some(linears) => {
+                        let weights = self.staged_bytes(kind, one_expert, &linears, &earlier);
+                        earlier.extend(linears);
+                        weights
+                    }
+                    None => block.saturating_add(rewritten),
+                };
+                steps.push(weights.saturating_add(solving.max(pieces.saturating_add(gathering))));
+            }
         }
         let step = steps.into_iter().max().unwrap_or(0);
         let states = self.state_bytes(graph, residence, one_expert).saturating_mul(tokens);
-        states.saturating_add(step).saturating_add(self.block_bytes(kind, one_expert))
+        states.saturating_add(step)
     }
 
     fn state_bytes(&self, graph: &BlockGraph, residence: Residence, one_expert: bool) -> u64 {
@@ -276,9 +291,42 @@ impl Plan {
         if let Some(largest) = self.forward {
             return largest;
         }
+        self.weight_bytes(kind, one_expert, |entry| entry.info.byte_len())
+    }
+
+    /// The bytes of a block's weights that are in memory while `linears` are rounded: those of `earlier` stages are
+    /// quantized, those of later stages not read yet. Experts count as if none were rounded.
+    fn staged_bytes(
+        &self,
+        kind: BlockKind<'_>,
+        one_expert: bool,
+        linears: &[NodeId],
+        earlier: &BTreeSet<NodeId>,
+    ) -> u64 {
+        self.weight_bytes(kind, one_expert, |entry| {
+            let stored = entry.info.byte_len();
+            let elements = entry.info.elements() as u64;
+            match entry.action {
+                Action::Quantize { node: Some(node), .. }
+                    if kind.graph.expert_of(node).is_none() && !linears.contains(&node) =>
+                {
+                    // A byte per code, and the scales and zero points.
+                    if earlier.contains(&node) { stored.min(elements + elements / 4) } else { 0 }
+                }
+                _ => stored,
+            }
+        })
+    }
+
+    fn weight_bytes(
+        &self,
+        kind: BlockKind<'_>,
+        one_expert: bool,
+        bytes: impl Fn(&super::PlanEntry) -> u64,
+    ) -> u64 {
         let of_block = self.entries.iter().filter(|e| e.layer == Some(kind.first));
         let expert = |entry: &super::PlanEntry| entry.node().and_then(|node| kind.graph.expert_of(node));
-        let own = resident(of_block.map(|entry| (expert(entry), entry.info.byte_len())), one_expert);
+        let own = resident(of_block.map(|entry| (expert(entry), bytes(entry))), one_expert);
         own + self.experts.as_ref().map_or(0, |part| part.beside)
     }
 }

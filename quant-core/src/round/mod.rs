@@ -159,9 +159,10 @@ pub trait Rounding: Debug + Send + Sync {
         false
     }
 
-    /// The memory in bytes that rounding a block needs, in addition to the block and the hidden states.
-    fn memory(&self, _work: &Workload<'_>) -> RoundingMemory {
-        RoundingMemory::default()
+    /// The memory in bytes that each stage of rounding a block needs, in addition to the block and the hidden states, in
+    /// the order of the stages. By default, rounding needs none.
+    fn memory(&self, _work: &Workload<'_>) -> Vec<RoundingMemory> {
+        Vec::new()
     }
 
     /// The floating-point operations for rounding a block, in addition to passes of the batch.
@@ -224,13 +225,16 @@ pub enum States {
     Quantized,
 }
 
-/// Memory in bytes for rounding a block.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// Memory in bytes for a stage of rounding a block.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RoundingMemory {
     /// While the batch passes through the block.
     pub gathering: u64,
     /// While a weight is rounded.
     pub solving: u64,
+    /// The linears that this stage rounds, if the weights of earlier stages are already quantized, and those of later
+    /// stages not yet read. `None` if the whole block is in memory.
+    pub rounds: Option<Vec<NodeId>>,
 }
 
 /// How a rounding applies to the blocks of GGUF files.

@@ -50,6 +50,15 @@ fn rounded<'a>(work: &'a Workload<'_>) -> impl Iterator<Item = (NodeId, [usize; 
     linears.filter(|(id, _)| work.schemes.contains_key(id))
 }
 
+/// Linears that read the same value, for the estimate of memory.
+#[derive(Default)]
+struct Stage {
+    width: u64,
+    /// The largest memory for a linear of the stage while it is solved.
+    solved: u64,
+    linears: Vec<NodeId>,
+}
+
 impl Rounding for Gptq {
     fn name(&self) -> &'static str {
         "gptq"
@@ -103,24 +112,34 @@ impl Rounding for Gptq {
         true
     }
 
-    fn memory(&self, work: &Workload<'_>) -> RoundingMemory {
-        let graph = work.graph;
-        let widths: BTreeMap<NodeId, u64> =
-            rounded(work).map(|(id, [_, k])| (graph.nodes()[id].inputs[0], k as u64)).collect();
-        let largest = |bytes: fn(u64) -> u64| widths.values().map(|k| bytes(*k)).max().unwrap_or(0);
-        let all: u64 = widths.values().map(|k| Hessian::kept_bytes(*k)).sum();
+    fn memory(&self, work: &Workload<'_>) -> Vec<RoundingMemory> {
         // Codes, packed codes, and the rows that each thread is processing.
-        let linear =
+        let solved =
             |[n, k]: [usize; 2]| (2 * n * k + rayon::current_num_threads() * SOLVED_ROWS * 5 * k) as u64;
-        let linear = rounded(work).map(|(_, shape)| linear(shape)).max().unwrap_or(0);
-        let [kept, peak] = [largest(Hessian::kept_bytes), largest(Hessian::peak_bytes)];
+        let mut stages: BTreeMap<NodeId, Stage> = BTreeMap::new();
+        for (id, shape) in rounded(work) {
+            let stage = stages.entry(work.graph.nodes()[id].inputs[0]).or_default();
+            stage.width = shape[1] as u64;
+            stage.solved = stage.solved.max(solved(shape));
+            stage.linears.push(id);
+        }
+        let kept = |stage: &Stage| Hessian::kept_bytes(stage.width);
+        let peak = |stage: &Stage| Hessian::peak_bytes(stage.width);
         match settings(work.settings).inputs {
             LayerInputs::Quantized => {
-                RoundingMemory { gathering: kept, solving: peak.saturating_add(linear) }
+                let of = |stage: Stage| RoundingMemory {
+                    gathering: kept(&stage),
+                    solving: peak(&stage).saturating_add(stage.solved),
+                    rounds: Some(stage.linears),
+                };
+                stages.into_values().map(of).collect()
             }
             LayerInputs::Float => {
-                let solving = all.saturating_add(peak.saturating_sub(kept)).saturating_add(linear);
-                RoundingMemory { gathering: all, solving }
+                let all: u64 = stages.values().map(kept).sum();
+                let largest = |bytes: &dyn Fn(&Stage) -> u64| stages.values().map(bytes).max().unwrap_or(0);
+                let factor = largest(&peak).saturating_sub(largest(&kept));
+                let solving = all.saturating_add(factor).saturating_add(largest(&|stage| stage.solved));
+                vec![RoundingMemory { gathering: all, solving, rounds: None }]
             }
         }
     }
