@@ -27,18 +27,25 @@ pub struct GgufOptions {
     pub split_max_size: Option<u64>,
 }
 
-/// Parses a number of bytes with an optional unit, where K, M and G are powers of 1000 as in llama.cpp's programs.
+/// Parses a number of bytes with an optional unit. K, M and G are powers of 1000, as in llama.cpp's programs, and so are
+/// KB, MB and GB; KiB, MiB and GiB are powers of 1024.
 fn size(text: &str) -> std::result::Result<u64, String> {
-    let (digits, unit) = match text.char_indices().last() {
-        Some((at, 'k' | 'K')) => (&text[..at], 1_000),
-        Some((at, 'm' | 'M')) => (&text[..at], 1_000_000),
-        Some((at, 'g' | 'G')) => (&text[..at], 1_000_000_000),
-        _ => (text, 1),
+    let (digits, unit) = text.split_at(text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len()));
+    let unit = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => Some(1),
+        "k" | "kb" => Some(1_000),
+        "m" | "mb" => Some(1_000_000),
+        "g" | "gb" => Some(1_000_000_000),
+        "kib" => Some(1 << 10),
+        "mib" => Some(1 << 20),
+        "gib" => Some(1 << 30),
+        _ => None,
     };
-    let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
-    bytes
-        .filter(|bytes| *bytes > 0)
-        .ok_or_else(|| "expected a number of bytes, such as 500M or 4G".to_owned())
+    let bytes =
+        digits.parse::<u64>().ok().zip(unit).and_then(|(number, unit): (u64, u64)| number.checked_mul(unit));
+    bytes.filter(|bytes| *bytes > 0).ok_or_else(|| {
+        "expected a whole number of bytes with an optional unit, such as 500M or 4GiB".to_owned()
+    })
 }
 
 impl GgufOptions {
@@ -52,6 +59,36 @@ impl GgufOptions {
             imatrix: options.imatrix,
             save_imatrix: options.save_imatrix,
             split_max_size: options.split_max_size,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in [
+            ("1", Some(1)),
+            ("7b", Some(7)),
+            ("500M", Some(500_000_000)),
+            ("1GB", Some(1_000_000_000)),
+            ("4g", Some(4_000_000_000)),
+            ("4GiB", Some(4 << 30)),
+            ("2kib", Some(2048)),
+            ("", None),
+            ("0", None),
+            ("0G", None),
+            ("G", None),
+            ("-1G", None),
+            ("1.5G", None),
+            ("1 G", None),
+            ("1T", None),
+            ("18446744073709551616", None),
+            ("18446744073709551615G", None),
+        ] {
+            assert_eq!(size(text).ok(), bytes, "{text}");
         }
     }
 }

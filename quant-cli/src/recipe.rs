@@ -36,7 +36,7 @@ pub struct RecipeOptions {
     /// Checkpoint format [default: compressed-tensors]; repeat the option to write several into OUT/FORMAT
     #[arg(long, help_heading = "Recipe", long_help = format_help())]
     pub format: Vec<String>,
-    /// Weights of a row that share a scale, or `channel` for one scale per row
+    /// Weights of a row that share a scale; `channel` or -1 for one scale per row
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, help_heading = "Recipe")]
     pub group_size: Option<String>,
     /// Symmetric grids [default: what the format's engines expect]

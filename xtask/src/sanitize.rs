@@ -20,21 +20,39 @@ const FEATURE_TESTS: [&str; 2] = ["candle", "cuda_interface"];
 /// The package whose tests pass hostile files to safe code, and so to its dependencies.
 const FUZZ: &str = "quant-fuzz";
 
+/// The parts that [`some`] runs by turns.
+const PARTS: usize = 3;
+
 /// Runs the integration tests of unsafe code for the CPU.
 ///
 /// # Errors
 /// When a test fails, or when the toolchain has no AddressSanitizer although the shared models and texts are available.
 pub fn run() -> Result<()> {
-    let mut targets = Vec::new();
-    for name in test_names(&root().join("kernels-cpu/tests"))?
-        .into_iter()
-        .chain(test_names(&root().join("kernels-c/tests"))?)
-    {
-        if !FEATURE_TESTS.contains(&name.as_str()) {
-            targets.extend(["--test".to_owned(), name]);
-        }
-    }
-    tests(&UNSAFE, &targets.iter().map(String::as_str).collect::<Vec<_>>())
+    integration(&names()?)
+}
+
+/// Runs a third of the integration tests, each third in its turn: all of them take too long to run for every change.
+///
+/// # Errors
+/// Same as [`run`].
+pub fn some(turn: u64) -> Result<()> {
+    let part = turn as usize % PARTS;
+    let names: Vec<String> = names()?.into_iter().skip(part).step_by(PARTS).collect();
+    println!("today: {}", names.join(", "));
+    integration(&names)
+}
+
+/// The names of the integration tests that need no feature.
+fn names() -> Result<Vec<String>> {
+    let mut names = test_names(&root().join("kernels-cpu/tests"))?;
+    names.extend(test_names(&root().join("kernels-c/tests"))?);
+    names.retain(|name| !FEATURE_TESTS.contains(&name.as_str()));
+    Ok(names)
+}
+
+fn integration(names: &[String]) -> Result<()> {
+    let targets: Vec<&str> = names.iter().flat_map(|name| ["--test", name]).collect();
+    tests(&UNSAFE, &targets)
 }
 
 /// Also runs the unit tests, and the tests of the fuzz targets, for which all dependencies are compiled again.
@@ -66,4 +84,17 @@ fn tests(packages: &[&str], targets: &[&str]) -> Result<()> {
     command.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
     command.env("CARGO_TARGET_DIR", target_dir().join("sanitize")).env("QUANT_SANITIZER", "address");
     execute(&mut command)
+}
+
+#[cfg(test)]
+mod parts {
+    use super::*;
+
+    #[test]
+    fn every_test_has_its_turn() {
+        let all = names().unwrap();
+        assert!(all.len() > PARTS && all.contains(&"guard_pages".to_owned()));
+        let turn = |part: usize| all.iter().skip(part).step_by(PARTS);
+        assert_eq!((0..PARTS).flat_map(turn).count(), all.len());
+    }
 }

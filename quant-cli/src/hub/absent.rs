@@ -1,7 +1,7 @@
 //! The errors that a build without the feature `hub` reports for requests that need a download.
 
 use std::borrow::Cow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use quant_calibration_data::PublicSet;
 use quant_core::checkpoint::printable;
@@ -14,6 +14,10 @@ use crate::inputs::{BUILTIN, HELDOUT_NAME};
 
 /// Returns the error for a model that is not available locally.
 pub fn model(id: &HubId, _session: &Session) -> Result<Cow<'static, Path>> {
+    // In a directory that exists, the argument is a path: opening it reports what is missing.
+    if Path::new(&id.owner).is_dir() && id.revision.is_none() {
+        return Ok(Cow::Owned(PathBuf::from(id.repository())));
+    }
     let revision = id.revision.as_ref().map(|r| format!(" --revision {r}")).unwrap_or_default();
     let meant = nearest_path(Path::new(&id.repository()));
     let meant = meant.map(|meant| printable(&meant.display().to_string()));

@@ -216,13 +216,16 @@ impl Plan {
             for RoundingMemory { gathering, solving, rounds } in rounding.memory(&work) {
                 let weights = match rounds.filter(|_| !is_rewritten && !shared) {
                     Some(linears) => {
-                        let weights = self.staged_bytes(kind, one_expert, &linears, &earlier);
+                        // The weights of a stage are read when its inputs have been gathered.
+                        let gathering = self.staged_bytes(kind, one_expert, &linears, false, &earlier);
+                        let solving = self.staged_bytes(kind, one_expert, &linears, true, &earlier);
                         earlier.extend(linears);
-                        weights
+                        [gathering, solving]
                     }
-                    None => block.saturating_add(rewritten),
+                    None => [block.saturating_add(rewritten); 2],
                 };
-                steps.push(weights.saturating_add(solving.max(pieces.saturating_add(gathering))));
+                steps.push(weights[0].saturating_add(pieces).saturating_add(gathering));
+                steps.push(weights[1].saturating_add(solving));
             }
         }
         let step = steps.into_iter().max().unwrap_or(0);
@@ -294,26 +297,32 @@ impl Plan {
         self.weight_bytes(kind, one_expert, |entry| entry.info.byte_len())
     }
 
-    /// The bytes of a block's weights that are in memory while `linears` are rounded: those of `earlier` stages are
-    /// quantized, those of later stages not read yet. Experts count as if none were rounded.
+    /// The bytes of a block's weights that are in memory in the stage that rounds `linears`, with or without them: the
+    /// weights of `earlier` stages are quantized, those of later stages not read yet. If the stage is inside an expert,
+    /// experts count as if none were rounded.
     fn staged_bytes(
         &self,
         kind: BlockKind<'_>,
         one_expert: bool,
         linears: &[NodeId],
+        are_read: bool,
         earlier: &BTreeSet<NodeId>,
     ) -> u64 {
+        let in_expert = |node: &NodeId| kind.graph.expert_of(*node).is_some();
+        let reaches_experts = linears.iter().chain(earlier).any(in_expert);
         self.weight_bytes(kind, one_expert, |entry| {
             let stored = entry.info.byte_len();
             let elements = entry.info.elements() as u64;
-            match entry.action {
-                Action::Quantize { node: Some(node), .. }
-                    if kind.graph.expert_of(node).is_none() && !linears.contains(&node) =>
-                {
-                    // A byte per code, and the scales and zero points.
-                    if earlier.contains(&node) { stored.min(elements + elements / 4) } else { 0 }
-                }
-                _ => stored,
+            let Action::Quantize { node: Some(node), .. } = &entry.action else { return stored };
+            if in_expert(node) {
+                stored * u64::from(reaches_experts)
+            } else if linears.contains(node) {
+                stored * u64::from(are_read)
+            } else if earlier.contains(node) {
+                // A byte per code, and the scales and zero points.
+                stored.min(elements + elements / 4)
+            } else {
+                0
             }
         })
     }
