@@ -119,7 +119,7 @@ impl Timing {
 }
 
 impl Progress {
-    /// Creates a progress display for this process; `quiet` disables it.
+    /// Creates a progress display for this process; `quiet` disables it, except for warnings.
     pub fn new(quiet: bool) -> Self {
         let dumb = std::env::var_os("TERM").is_some_and(|t| t.is_empty() || t == "dumb");
         let mode = match (quiet, std::io::stderr().is_terminal() && !dumb) {
@@ -130,7 +130,7 @@ impl Progress {
         Self { mode, state: Mutex::new(None), expected: Mutex::default() }
     }
 
-    /// Whether notes and hints are suppressed.
+    /// Whether notes and hints are suppressed, but not warnings.
     pub fn is_quiet(&self) -> bool {
         matches!(self.mode, Mode::Quiet)
     }
@@ -140,12 +140,13 @@ impl Progress {
         Self { mode: Mode::Forward(to), state: Mutex::default(), expected: Mutex::default() }
     }
 
-    /// Prints a note to the user.
+    /// Prints a note or a warning to the user.
     pub fn note(&self, text: &str) {
         match &self.mode {
-            Mode::Quiet => return,
+            // A warning says that the result may be wrong.
+            Mode::Quiet if !text.starts_with("warning: ") => return,
             Mode::Forward(to) => return to.event(&event_of(text)),
-            Mode::Lines | Mode::Bar => {}
+            Mode::Quiet | Mode::Lines | Mode::Bar => {}
         }
         let state = self.lock();
         match state.as_ref().and_then(|s| s.bar.as_ref()) {

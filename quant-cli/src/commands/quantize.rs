@@ -202,7 +202,8 @@ pub(super) fn text(summary: &QuantizeSummary) -> String {
         if let Some(UndersampledLinears { linears, least, .. }) = few {
             text.push_str(&format!(
                 "{linears} linears of experts were calibrated on fewer than {MIN_EXPERT_TOKENS} tokens \
-                (minimum: {least}); a longer calibration text reaches more experts\n"
+                (minimum: {least}); use a longer or more varied text, or --expert-floor {MIN_EXPERT_TOKENS} to \
+                calibrate such experts on all tokens\n"
             ));
         }
         if let Some(FullBatchLinears { linears, least_routed, .. }) = all {

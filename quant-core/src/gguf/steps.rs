@@ -14,7 +14,7 @@ use crate::blocks::BlockSearch;
 use crate::calibrate::HiddenStates;
 use crate::checkpoint::Dtype;
 use crate::model::{BlockGraph, Model, NodeId};
-use crate::pipeline::{SearchContext, Searched, input_ranges, search_rewrites};
+use crate::pipeline::{InputRanges, SearchContext, Searched, input_ranges, search_rewrites};
 use crate::transform::{BlockGrid, FoldRecord, Rewrite, Search, rewritten};
 use crate::{CancelToken, Error, Event, Observer, Result, TensorSink};
 use quant_formats::timed;
@@ -70,16 +70,16 @@ impl Steps {
                     let block_grids = types.grids(&graph, &|name| a.in_block(layer, name))?;
                     let ranges = match needs_ranges {
                         true => input_ranges(&prefix, &block, states, cancel, |pass, states| {
-                            timed(observer, "ranges", || pass.run(states, false)).map(drop)
+                            timed(observer, "ranges", || pass.run(states, false))
                         })?,
-                        false => BTreeMap::new(),
+                        false => InputRanges::default(),
                     };
                     let context = SearchContext {
                         prefix: &prefix,
                         settings,
                         smoothing: a.smoothing,
                         norm_dtypes: &norm_dtypes,
-                        ranges: &ranges,
+                        ranges: &ranges.of,
                         block_grids: &block_grids,
                         experts_apart: false,
                         observer,

@@ -11,13 +11,11 @@ use super::conveyor::{Conveyor, SpanWork};
 use super::decision::Decision;
 use super::findings::KeptFindings;
 use super::read_back::{Written, finished_linears};
-use super::search::{Context, Searched, grids, input_ranges, norm_dtypes, search_rewrites};
+use super::search::{Context, InputRanges, Searched, grids, input_ranges, norm_dtypes, search_rewrites};
 use super::source::{Hashes, ReadWeights};
 use super::states::{self, StateFiles, Streams};
 use super::{Job, Program, WRITE};
-use crate::calibrate::{
-    CachedMaxima, ChannelRanges, HiddenStates, Spill, StatisticsPass, routed_to_linears, watched,
-};
+use crate::calibrate::{CachedMaxima, HiddenStates, Spill, StatisticsPass, routed_to_linears, watched};
 use crate::digest::sha256_hex;
 use crate::model::{Block, ExpertOrder, NodeId, Preparation, RopeTables, cached_values};
 use crate::recipe::{FirstPass, PassPlan};
@@ -180,7 +178,7 @@ impl Batch {
         let watched = watched(&block, &unrouted);
         let ranges = match self.passes.first {
             Some(pass) => self.float_pass(job, &prefix, [&block, &watched], pass)?,
-            None => BTreeMap::new(),
+            None => InputRanges::default(),
         };
         let norm_dtypes = norm_dtypes(job.model, layer)?;
         let grids: Vec<_> =
@@ -191,7 +189,7 @@ impl Batch {
             settings: &job.plan.settings,
             smoothing: job.model.architecture().smoothing,
             norm_dtypes: &norm_dtypes,
-            ranges: &ranges,
+            ranges: &ranges.of,
             block_grids: &BTreeMap::new(),
             experts_apart,
             observer: job.observer,
@@ -218,7 +216,8 @@ impl Batch {
                 _ => cached.clone(),
             };
             let routed = routed_to_linears(block.graph(), &unrouted);
-            let decision = Decision { rewrite, inputs, routed, cached };
+            let seen = ranges.tokens.clone();
+            let decision = Decision { rewrite, inputs, seen, routed, cached };
             if let Some(which) = self.passes.rounding {
                 let finished = finished_linears(&conveyors[i], span)?;
                 let known = (&decision, &unrouted, finished);
@@ -349,21 +348,21 @@ impl Batch {
         prefix: &str,
         [block, watched]: [&Block; 2],
         FirstPass { ranges, advance }: FirstPass,
-    ) -> Result<BTreeMap<NodeId, ChannelRanges>> {
+    ) -> Result<InputRanges> {
         let order = self.order(job, block);
         let Some(float) = self.states.float.as_mut().filter(|_| ranges || advance) else {
-            return Ok(BTreeMap::new());
+            return Ok(InputRanges::default());
         };
         if order.is_none() {
             timed(job.observer, reading(job), || block.load())?;
         } else if !ranges {
             let pass = StatisticsPass::new(block, float.layout(), job.cancel);
             run_pass(job, pass, float, true, order.as_ref())?;
-            return Ok(BTreeMap::new());
+            return Ok(InputRanges::default());
         }
         if !ranges {
             timed(job.observer, "forward", || float.advance(block, job.cancel))?;
-            return Ok(BTreeMap::new());
+            return Ok(InputRanges::default());
         }
         let together = advance && !watched.runs_unrouted();
         let ranges = timed(job.observer, "ranges", || {
@@ -377,7 +376,7 @@ impl Batch {
         if let Some(kept) = job.maxima {
             let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
             for (node, name, ..) in block.graph().linears() {
-                let ranges = &ranges[&block.graph().nodes()[node].inputs[0]];
+                let ranges = &ranges.of[&block.graph().nodes()[node].inputs[0]];
                 kept.insert(format!("{prefix}{name}"), ranges.maxima());
             }
         }
@@ -497,17 +496,17 @@ fn reading(job: &Job<'_>) -> &'static str {
     }
 }
 
-/// Runs a pass of the batch through a block, one expert at a time if `order` is given.
+/// Runs a pass of the batch through a block, one expert at a time if `order` is given, and returns the number of tokens
+/// of each linear.
 fn run_pass(
     job: &Job<'_>,
     pass: StatisticsPass<'_>,
     states: &mut HiddenStates,
     advance: bool,
     order: Option<&ExpertOrder>,
-) -> Result<()> {
+) -> Result<BTreeMap<NodeId, u64>> {
     match order {
         Some(order) => timed(job.observer, "forward", || pass.run_by_expert(states, advance, order)),
         None => pass.run(states, advance),
     }
-    .map(|_| ())
 }

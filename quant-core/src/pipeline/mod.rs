@@ -25,7 +25,7 @@ pub use findings::SharedSearches;
 pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized_config};
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
-pub(crate) use search::{Context as SearchContext, Searched, input_ranges, search_rewrites};
+pub(crate) use search::{Context as SearchContext, InputRanges, Searched, input_ranges, search_rewrites};
 pub use states::{SavedStates, StateFiles};
 pub(crate) use states::{check_states, sources_of};
 

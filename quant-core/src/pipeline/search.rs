@@ -137,15 +137,24 @@ fn one_per_task(
     Ok(rewrites)
 }
 
-/// Gathers the ranges of all inputs of linears in a pass that `run` runs. If a range is not finite, the error names a
-/// linear that reads it.
+/// What a pass finds about the inputs of linears.
+#[derive(Default)]
+pub(crate) struct InputRanges {
+    /// The ranges of each value that a linear reads.
+    pub(crate) of: BTreeMap<NodeId, ChannelRanges>,
+    /// The number of counted tokens of each linear.
+    pub(crate) tokens: BTreeMap<NodeId, u64>,
+}
+
+/// Gathers the ranges of all inputs of linears in a pass that `run` runs, which returns the number of tokens of each
+/// linear. If a range is not finite, the error names a linear that reads it.
 pub(crate) fn input_ranges(
     prefix: &str,
     block: &Block,
     states: &mut HiddenStates,
     cancel: &CancelToken,
-    run: impl FnOnce(StatisticsPass<'_>, &mut HiddenStates) -> Result<()>,
-) -> Result<BTreeMap<NodeId, ChannelRanges>> {
+    run: impl FnOnce(StatisticsPass<'_>, &mut HiddenStates) -> Result<BTreeMap<NodeId, u64>>,
+) -> Result<InputRanges> {
     let graph = block.graph();
     let value = |linear: NodeId| graph.nodes()[linear].inputs[0];
     let mut ranges: BTreeMap<NodeId, ChannelRanges> =
@@ -154,9 +163,9 @@ pub(crate) fn input_ranges(
     for (value, ranges) in &mut ranges {
         pass.gather(*value, ranges)?;
     }
-    run(pass, states)?;
+    let tokens = run(pass, states)?;
     match ranges.iter().find(|(_, ranges)| !ranges.is_finite()) {
-        None => Ok(ranges),
+        None => Ok(InputRanges { of: ranges, tokens }),
         Some((bad, _)) => {
             let reader = graph.linears().find(|(id, ..)| value(*id) == *bad);
             Err(Error::Calibration {

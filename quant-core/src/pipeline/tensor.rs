@@ -315,16 +315,16 @@ impl Linear<'_> {
     /// Returns the results of the searches and of the rounding for the linear.
     fn searched(
         &self,
-        Decision { rewrite, routed, .. }: &Decision,
+        Decision { rewrite, seen, routed, .. }: &Decision,
         rounded: Option<&Rounded>,
         quantized: &QuantizedTensor,
     ) -> Searched {
         let is_it = |module: &String| module == self.module;
-        let seen = self.node.and_then(|node| rewrite.tokens.get(&node)).copied();
+        let of_linear = |tokens: &BTreeMap<NodeId, u64>| tokens.get(&self.node?).copied();
         // Both numbers of tokens must come from the same pass.
-        let routed = match seen {
-            Some(_) => self.node.and_then(|node| routed.get(&node)).copied(),
-            None => rounded.and_then(|rounded| rounded.routed),
+        let (tokens, routed) = match (of_linear(&rewrite.tokens), rounded) {
+            (None, Some(rounded)) => (Some(rounded.tokens), rounded.routed),
+            (tokens, _) => (tokens.or_else(|| of_linear(seen)), of_linear(routed)),
         };
         Searched {
             fold: rewrite
@@ -334,7 +334,7 @@ impl Linear<'_> {
                 .cloned()
                 .map(FoldRecord::shortened),
             clip: rewrite.clip_records.iter().find(|c| is_it(&c.module)).cloned(),
-            tokens: seen.or(rounded.map(|r| r.tokens)),
+            tokens,
             routed,
             records: self.records(rewrite, rounded),
             smooth: rewrite

@@ -45,6 +45,15 @@ impl Plan {
         }
     }
 
+    /// Whether any linear of an expert has a static scale for its input.
+    pub(super) fn has_static_experts(&self, architecture: &Architecture) -> bool {
+        let of_expert = |entry: &PlanEntry| {
+            let (layer, node) = entry.layer.zip(entry.node())?;
+            architecture.graph(layer).expert_of(node)
+        };
+        self.entries.iter().any(|entry| entry.has_static_activations() && of_expert(entry).is_some())
+    }
+
     /// Whether any linear has group scales that the setting `scale_search` affects, as NVFP4 has.
     pub(crate) fn searches_scales(&self) -> bool {
         self.entries

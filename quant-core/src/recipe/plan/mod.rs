@@ -326,6 +326,10 @@ impl Plan {
         plan.add_cache_scales(model)?;
         plan.check_steps(architecture)?;
         plan.check_activations(architecture)?;
+        if plan.sampling.experts.is_routed() && plan.has_static_experts(architecture) {
+            // Without any token, the static scale of an input would be arbitrary.
+            plan.sampling.experts.floor = 1;
+        }
         if plan.needs_text() {
             plan.sampling.check()?;
             plan.check_experts(architecture)?;
