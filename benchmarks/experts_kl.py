@@ -36,20 +36,30 @@ def variants() -> dict:
     return found
 
 
-def score(quant: Path, model: Path, text: Path, options: list[str], out: Path) -> tuple[list[float], list[int]]:
-    """Quantizes a model. Returns the mean KL divergence of each window, and the numbers of routed tokens of experts."""
+def quantize(quant: Path, model: Path, options: list[str], out: Path) -> dict:
+    """Quantizes a model, on its calibration text if `options` give a number of windows. Returns the report."""
     shutil.rmtree(out, ignore_errors=True)
     if "--samples" in options:
         calibration = ["--calibration", model / "calibration.jsonl", "--packing", "stream"]
         options = [*options, "--seq-len", str(LENGTH), *calibration]
     subprocess.run([quant, "quantize", model, "-o", out, "-q", *options], check=True, stdout=subprocess.DEVNULL)
-    report = json.loads((out / "quant_report.json").read_text())
-    experts = [tensor for tensor in report["tensors"] if ".experts." in tensor["tensor"]]
-    routed = [tensor.get("routed_tokens") or tensor.get("calibration_tokens") or 0 for tensor in experts]
-    command = [quant, "eval", out, "--reference", model, "--text", text, "--json", "-q"]
+    return json.loads((out / "quant_report.json").read_text())
+
+
+def window_kl(quant: Path, model: Path, text: Path, checkpoint: Path) -> list[float]:
+    """The mean KL divergence of each window from the float model."""
+    command = [quant, "eval", checkpoint, "--reference", model, "--text", text, "--json", "-q"]
     command += ["--window", str(LENGTH), "--windows", str(WINDOWS)]
     result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return result["comparison"]["window_kl"], routed
+    return result["comparison"]["window_kl"]
+
+
+def score(quant: Path, model: Path, text: Path, options: list[str], out: Path) -> tuple[list[float], list[int]]:
+    """Quantizes a model. Returns the mean KL divergence of each window, and the numbers of routed tokens of experts."""
+    report = quantize(quant, model, options, out)
+    experts = [tensor for tensor in report["tensors"] if ".experts." in tensor["tensor"]]
+    routed = [tensor.get("routed_tokens") or tensor.get("calibration_tokens") or 0 for tensor in experts]
+    return window_kl(quant, model, text, out), routed
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:

@@ -7,18 +7,22 @@ of the given bits and groups; `rtn` is QuantizationModifier alone.
 
 `--set scheme=NAME` uses the weight format of a preset of compressed-tensors (NVFP4A16, FP8_DYNAMIC, …) instead of bits
 and groups, and leaves activations as floats; `--set observer=NAME` selects a different observer of these weights.
+
+In models with experts, every expert is calibrated on all tokens, which is the default, or with `--set experts=routed` on
+the tokens that are routed to it.
 """
 
 import peer
 
 METHODS = ["awq", "gptq", "smoothquant", "rtn"]
 args = peer.arguments(__doc__, METHODS)
-PRESET, OBSERVER = (args.settings.pop(name, None) for name in ["scheme", "observer"])
+PRESET, OBSERVER, EXPERTS = (args.settings.pop(name, None) for name in ["scheme", "observer", "experts"])
 
 import torch  # noqa: E402
 from compressed_tensors.quantization import (  # noqa: E402
     QuantizationArgs, QuantizationScheme, preset_name_to_scheme)
 from llmcompressor import oneshot  # noqa: E402
+from llmcompressor.modeling.moe.linearize import linearize_moe  # noqa: E402
 from llmcompressor.modifiers.gptq import GPTQModifier  # noqa: E402
 from llmcompressor.modifiers.quantization import QuantizationModifier  # noqa: E402
 from llmcompressor.modifiers.transform.awq import AWQModifier  # noqa: E402
@@ -72,12 +76,13 @@ checkpoint = peer.Checkpoint(args.model)
 batches = DataLoader([{"input_ids": torch.tensor([w])} for w in peer.windows(args)], batch_size=None)
 run = peer.Run(args)
 model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, dtype=getattr(torch, args.dtype))
+linearize_moe(model)
 checkpoint.verify(model)
 run.done()
 oneshot(
     model=model, processor=PreTrainedTokenizerFast(tokenizer_file=str(args.model / "tokenizer.json")),
     dataset=batches, recipe=recipe(), num_calibration_samples=args.samples,
-    max_seq_length=args.seq_len)
+    max_seq_length=args.seq_len, moe_calibrate_all_experts=EXPERTS != "routed")
 run.done()
 model.save_pretrained(args.out, save_compressed=True)
 run.done()
