@@ -187,6 +187,16 @@ pub enum Error {
         /// The shape in the file.
         got: Vec<usize>,
     },
+    /// The checkpoint has weights of experts that the configuration does not describe.
+    #[error("{}: config.json describes no experts for {}, such as `{tensor}`", path.display(), counted(*count, "tensor"))]
+    UnknownExperts {
+        /// The configuration.
+        path: PathBuf,
+        /// One of the tensors.
+        tensor: String,
+        /// The number of such tensors.
+        count: usize,
+    },
     /// A tensor has an unsupported dtype.
     #[error("{}: tensor `{tensor}` has type {got}, expected {expected}", path.display())]
     TensorDtype {
@@ -564,6 +574,7 @@ impl Error {
             | Self::Index { .. }
             | Self::MissingTensor { .. }
             | Self::TensorShape { .. }
+            | Self::UnknownExperts { .. }
             | Self::TensorDtype { .. }
             | Self::Config { .. }
             | Self::UnknownArchitecture { .. }

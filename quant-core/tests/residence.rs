@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use common::{Kind, Tiny, masked_windows, recipe, windows};
-use quant_core::calibrate::{Residence, Spill, TokenWindows};
+use quant_core::calibrate::{ExpertSampling, ExpertTokens, Residence, Spill, TokenWindows};
 use quant_core::checkpoint::Dtype;
 use quant_core::model::Model;
 use quant_core::pipeline::{Job, QuantReport, SavedStates, StateFiles, quantize_each_with};
@@ -24,6 +24,7 @@ use serde_json::json;
 use sink::Resumable;
 
 const BLOCKS: usize = 4;
+const FLOOR: u64 = 1200;
 
 fn tiny(family: Kind) -> Tiny {
     Tiny { family, layers: BLOCKS, dtype: Dtype::Bf16, ..Tiny::default() }
@@ -123,6 +124,13 @@ fn files_do_not_change_the_output() {
     let unrotated = method("qoq").unwrap().without(&["rotate".to_owned()]).unwrap();
     let order = |act_order| GptqSettings { act_order, ..GptqSettings::default() };
     let odd = GptqSettings { block_size: 48, ..GptqSettings::default() };
+    let calibrated = |mut recipe: Recipe, tokens, floor| {
+        recipe.sampling.experts = ExpertSampling { tokens, floor };
+        recipe
+    };
+    let all = |recipe| calibrated(recipe, ExpertTokens::All, 0);
+    // Some experts of these models have fewer tokens, and others have more.
+    let floored = |recipe| calibrated(recipe, ExpertTokens::Routed, FLOOR);
     let cases: Vec<(Kind, Recipe)> = vec![
         (Kind::Llama, recipe("awq", "w4a16-g32-asym")),
         (Kind::Llama, Recipe { settings: reference.clone(), ..recipe("awq", "w4a16-g32-asym") }),
@@ -145,6 +153,11 @@ fn files_do_not_change_the_output() {
         (Kind::Qwen3Moe(true), Recipe { method: unrotated, ..recipe("qoq", "w4a8-g32") }),
         (Kind::Mixtral, smoothed(Producers::Norms)),
         (Kind::Qwen3Moe(true), smoothed(Producers::All)),
+        (Kind::Qwen3Moe(true), floored(recipe("awq", "w4a16-g32-asym"))),
+        (Kind::Qwen3Moe(true), floored(recipe("awq-gptq", "w8a8-channel-sym-static"))),
+        (Kind::Mixtral, all(Recipe { settings: reference.clone(), ..recipe("awq", "w4a16-g32-sym") })),
+        (Kind::Qwen3Moe(true), all(smoothed(Producers::All))),
+        (Kind::Mixtral, all(recipe("rtn", "w8a8-channel-sym-static"))),
         (Kind::Opt, recipe("gptq", "w4a16-g32-sym")),
     ];
     let directory = tempfile::tempdir().unwrap();
@@ -157,6 +170,11 @@ fn files_do_not_change_the_output() {
         // Enough windows for a race of several rounds, and more than one piece.
         let windows = masked_windows(tiny.vocab, 150, 40, 3);
         let memory = whole(&model, &recipe, &windows, &StateFiles::default());
+        if recipe.sampling.experts.floor > 0 {
+            let of_experts = memory.1[0].tensors.iter().filter(|tensor| tensor.tensor.contains(".experts."));
+            let (below, above): (Vec<_>, Vec<_>) = of_experts.partition(|t| t.routed_tokens.is_some());
+            assert!(!below.is_empty() && !above.is_empty(), "{} and {}", below.len(), above.len());
+        }
         for (round_bytes, apart) in [(0, false), (700_000, true), (u64::MAX, false), (0, true)] {
             let spill = Spill::new(directory.path(), round_bytes).with_experts_apart(apart);
             let states = StateFiles { spill: Some(spill), ..StateFiles::default() };

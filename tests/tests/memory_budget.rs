@@ -10,8 +10,9 @@ use quant_tests::refusal::{check_message, job_of};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The hidden states are most of the memory.
-const BATCH: [&str; 4] = ["--samples", "2400", "--seq-len", "64"];
+/// The values in the hidden states, which are most of the memory.
+const STATES: u64 = 4800 * 64 * 128;
+const LENGTH: u64 = 64;
 
 struct Bench {
     scratch: TempDir,
@@ -19,24 +20,29 @@ struct Bench {
 }
 
 impl Bench {
+    /// A narrow model, which needs few operations for as many bytes.
     fn new(options: &[&str]) -> Self {
+        Self::with_width(128, options)
+    }
+
+    fn with_width(hidden: u64, options: &[&str]) -> Self {
         let scratch = tempfile::tempdir().unwrap();
-        let bench = Self {
-            options: [&BATCH[..], options].concat().into_iter().map(str::to_owned).collect(),
-            scratch,
-        };
+        let samples = (STATES / LENGTH / hidden).to_string();
+        let batch = ["--samples", &samples, "--seq-len", &LENGTH.to_string()].map(str::to_owned);
+        let options = batch.into_iter().chain(options.iter().map(|&option| option.to_owned())).collect();
+        let bench = Self { scratch, options };
         let tiny = TinyLlama {
-            hidden: 256,
-            intermediate: 512,
-            heads: 4,
-            kv_heads: 2,
+            hidden,
+            intermediate: 2 * hidden,
+            heads: hidden / 64,
+            kv_heads: hidden / 128,
             head_dim: 64,
             ..TinyLlama::default()
         };
         tiny.write(&bench.at("model"));
         // Every character is a token.
         let line = |i: usize| format!("{i} {} {}\n", i * 7919 % 1009, i * i % 8191);
-        std::fs::write(bench.at("text.txt"), (0..20_000).map(line).collect::<String>()).unwrap();
+        std::fs::write(bench.at("text.txt"), (0..24_000).map(line).collect::<String>()).unwrap();
         bench
     }
 
@@ -144,7 +150,7 @@ fn a_size_needs_a_unit() {
 #[test]
 fn gguf_files_are_the_same_under_every_budget() {
     for options in [&["--scheme", "q4_k_m"][..], &["--scheme", "q4_k_m", "--method", "gptq"]] {
-        let bench = Bench::new(&[&["--format", "gguf", "--pre", "none"], options].concat());
+        let bench = Bench::with_width(256, &[&["--format", "gguf", "--pre", "none"], options].concat());
         let large = bench.run("large", &[]).succeeded();
         assert!(!large.stderr.contains(IN_FILES), "{large}");
         let suggested = suggested_budget(&bench);

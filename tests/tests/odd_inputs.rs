@@ -136,6 +136,28 @@ fn tensors_that_are_not_computed() {
     assert_eq!(written.iter().find(|t| t.name == norm), tensors.last());
 }
 
+/// Weights of experts that the configuration does not describe would be copied as if they had no effect.
+#[test]
+fn experts_that_are_not_described() {
+    let bench = Bench::new();
+    let text = bench.text("text.txt", "Rain fell on the eastern sea. ".repeat(100));
+    for name in [
+        "mlp.experts.0.up_proj.weight",
+        "mlp.shared_expert.up_proj.weight",
+        "mlp.shared_experts.down_proj.weight",
+    ] {
+        let mut tensors = TinyLlama::default().tensors();
+        let block =
+            tensors.iter().find_map(|t| t.name.strip_suffix("self_attn.q_proj.weight")).unwrap().to_owned();
+        let name = format!("{block}{name}");
+        tensors.push(RawTensor::f16(&name, &[2], [1.0, 0.5]));
+        TinyLlama::default().write_with(&bench.at("model"), &tensors);
+        let expected = ["describes no experts for 1 tensor", &name, "must belong to the same model"];
+        refuses_to_quantize(&name, &bench.at("model"), &RTN, 4, &expected);
+        check_message(&name, &quant(eval(&bench.at("model"), &text)), 4, &expected);
+    }
+}
+
 /// Names of tensors are data: a name that looks like a path is written to no file, and a name that would change the
 /// display of a terminal is refused and escaped.
 #[test]

@@ -19,7 +19,7 @@ const HUB: &str = "quant-cli/hub";
 const STORE: &str = "quant-cli/store";
 const CARGO_DENY: &str = "0.20.2";
 /// The number of steps that take turns by the day.
-const TURNS: u64 = 3;
+const TURNS: u64 = 4;
 
 /// The steps to run.
 #[derive(Debug, Clone, clap::Args)]
@@ -61,7 +61,6 @@ pub fn run(args: &Args) -> Result<()> {
     steps.step("doc", || {
         execute(cargo(&["doc", "--workspace", "--no-deps"]).env("RUSTDOCFLAGS", "-D warnings"))
     });
-    steps.step("deny", || deny(&["licenses", "bans", "sources"]));
     steps.step("publish", publish::dry_run);
     if let Some(fetched) = fetched {
         let _ = fetched.join();
@@ -70,9 +69,20 @@ pub fn run(args: &Args) -> Result<()> {
     let mut interop = Command::new(std::env::current_exe()?);
     steps.alongside("interop", interop.arg("interop"), |steps| {
         // There is no time for all of them on every change; they all run every night.
-        steps.by_turns(&[("outside", outside::run), ("sanitize", some_sanitized), ("cuda", cuda::run)]);
+        steps.by_turns(&[
+            ("outside", outside::run),
+            ("sanitize", some_sanitized),
+            ("cuda", cuda::run),
+            // cargo-deny takes minutes to compile.
+            ("deny", dependencies),
+        ]);
     });
     steps.finish()
+}
+
+/// Checks the licences and sources of dependencies.
+fn dependencies() -> Result<()> {
+    deny(&["licenses", "bans", "sources"])
 }
 
 /// Runs the tests of `sanitize` whose turn it is.

@@ -27,7 +27,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::new(&args.only);
     steps.step("clippy", || ci::clippy(&[]));
-    steps.step("advisories", || ci::deny(&["advisories"]));
+    steps.step("deny", || ci::deny(&["advisories", "licenses", "bans", "sources"]));
     steps.step("semver", publish::semver);
     steps.step("proptest", || ci::test(&[("PROPTEST_CASES", &args.cases.to_string())]));
     steps.step("hub", ci::hub);

@@ -107,6 +107,19 @@ impl<'a> ConfigFields<'a> {
         }
     }
 
+    /// Creates [`Error::Config`] for a valid value whose computation is not supported; `reason` is the rest of a sentence
+    /// that begins with the key.
+    pub fn unsupported_setting(&self, key: &str, reason: impl Into<String>) -> Error {
+        Error::Config {
+            path: self.path.to_owned(),
+            field: self.name_of(key),
+            reason: reason.into(),
+            remedy: Some(
+                "config.json may be correct, but only models without this setting are supported".into(),
+            ),
+        }
+    }
+
     fn required<T>(&self, key: &str, value: Option<T>) -> Result<T> {
         value.ok_or_else(|| match self.map.get(key) {
             Some(_) => self.error(key, "is null, but is required"),

@@ -99,7 +99,7 @@ impl Error {
             {
                 "the GGUF file is damaged or incomplete: download it again".into()
             }
-            Self::MissingTensor { .. } | Self::TensorShape { .. } => {
+            Self::MissingTensor { .. } | Self::TensorShape { .. } | Self::UnknownExperts { .. } => {
                 "config.json and the weights must belong to the same model: download both again".into()
             }
             Self::TensorDtype { expected, .. } if expected == WEIGHT_FLOATS => {

@@ -10,6 +10,7 @@ impl Error {
         match self {
             Self::MissingTensor { tensor, .. }
             | Self::TensorShape { tensor, .. }
+            | Self::UnknownExperts { tensor, .. }
             | Self::TensorDtype { tensor, .. }
             | Self::NameTaken { tensor, .. }
             | Self::NonFinite { tensor, .. }
@@ -32,6 +33,7 @@ impl Error {
             | Self::Index { path, .. }
             | Self::MissingTensor { path, .. }
             | Self::TensorShape { path, .. }
+            | Self::UnknownExperts { path, .. }
             | Self::TensorDtype { path, .. }
             | Self::Config { path, .. }
             | Self::UnknownArchitecture { path, .. }

@@ -76,12 +76,17 @@ impl ExpertStates {
         Ok(Self { layout, from, tokens, sum, width, sums, outputs, added: 0, pieces })
     }
 
-    pub(crate) fn counted(&self, graph: &BlockGraph, selects: NodeId) -> u64 {
-        let tokens = self.expert_of(graph, selects).map_or(&[][..], |expert| &self.tokens[expert]);
+    /// The number of counted tokens that statistics of an expert see.
+    pub(crate) fn counted(&self, block: &Block, selects: NodeId) -> u64 {
+        if block.takes_all_rows(selects) {
+            return self.layout.counted() as u64;
+        }
+        let tokens = self.expert_of(block.graph(), selects).map_or(&[][..], |expert| &self.tokens[expert]);
         tokens.iter().filter(|(token, _)| self.layout.counts(*token as usize)).count() as u64
     }
 
-    /// Runs the next expert, and adds its output to the sum if that is `wanted`.
+    /// Runs the next expert, and adds its output to the sum if that is `wanted`. If the block runs the expert on all
+    /// tokens, `tap` sees all of them, but only those routed to the expert are added.
     pub(crate) fn pass_next(
         &mut self,
         states: &HiddenStates,
@@ -93,6 +98,16 @@ impl ExpertStates {
         let (expert, graph) = (self.added, block.graph());
         let output = *self.outputs.get(expert).ok_or_else(|| no_experts(expert))?;
         let selects = graph.rows_selected_by(output).ok_or_else(|| no_experts(output))?;
+        let nodes = [selects, output];
+        if block.takes_all_rows(selects) {
+            self.each_piece(states, block, nodes, &self.all_tokens(), (tap, cancel), |_, _, _| Ok(()))?;
+            // The sum is computed from products of the same shapes as if the expert had run on its own tokens only.
+            if wanted {
+                self.add(states, block, (nodes, expert), &mut CancelTap(cancel), true, cancel)?;
+            }
+            self.added += 1;
+            return Ok(());
+        }
         if self.tokens[expert].is_empty() {
             // An observer counts linears without tokens too.
             for (id, _, [_, k], _) in graph.linears().filter(|(id, ..)| graph.expert_of(*id) == Some(selects))
@@ -100,9 +115,13 @@ impl ExpertStates {
                 tap.linear_input(id, &no_rows(k)?, TokenRows::indices(&[]))?;
             }
         }
-        self.add(states, block, ([selects, output], expert), tap, wanted, cancel)?;
+        self.add(states, block, (nodes, expert), tap, wanted, cancel)?;
         self.added += 1;
         Ok(())
+    }
+
+    fn all_tokens(&self) -> Vec<u32> {
+        (0..self.layout.tokens() as u32).collect()
     }
 
     fn add(
@@ -151,11 +170,12 @@ impl ExpertStates {
         let own = self.tokens[expert].iter().filter(|(token, _)| self.layout.counts(*token as usize));
         let routed = own.count() as u64;
         let takes_all = sampling.takes_all(routed);
-        let all: Vec<u32> = if takes_all { (0..self.layout.tokens() as u32).collect() } else { Vec::new() };
-        let own: Vec<u32> = self.tokens[expert].iter().map(|(token, _)| *token).collect();
-        let tokens = if takes_all { &all } else { &own };
+        let tokens = match takes_all {
+            true => self.all_tokens(),
+            false => self.tokens[expert].iter().map(|(token, _)| *token).collect(),
+        };
         let tap = &mut CancelTap(cancel);
-        self.each_piece(states, block, [selects, value], tokens, (tap, cancel), |tokens, values, width| {
+        self.each_piece(states, block, [selects, value], &tokens, (tap, cancel), |tokens, values, width| {
             statistic.take(&InputRows::new(values, width, TokenRows::indices(tokens), &self.layout)?)
         })?;
         Ok(takes_all.then_some(routed))

@@ -49,7 +49,10 @@ pub(super) fn latent(outline: &Outline) -> Compatibility {
         of_name.filter_map(|part| part.scheme).any(|scheme| !scheme.is_stored_as_bytes())
     };
     if is_packed(".kv_b_proj") {
-        return No("its latent attention does not support a packed `kv_b_proj`, which must stay float".into());
+        return No(
+            "its latent attention does not support a packed `kv_b_proj`, which must stay float: ignore it"
+                .into(),
+        );
     }
     match is_packed(".q_a_proj") {
         true => {

@@ -28,7 +28,8 @@ impl Block {
         !self.unrouted.is_empty()
     }
 
-    pub(super) fn takes_all_rows(&self, selects: NodeId) -> bool {
+    /// Whether an expert, given by the node that selects its rows, runs on all tokens.
+    pub(crate) fn takes_all_rows(&self, selects: NodeId) -> bool {
         self.unrouted.contains(&selects)
     }
 

@@ -289,7 +289,8 @@ impl Batch {
             timed(job.observer, reading(job), || block.load())?;
         }
         let advance = self.passes.search == Some(States::Float);
-        let is_watched = watched.runs_unrouted();
+        // One expert at a time, only the tap of an expert sees all tokens.
+        let is_watched = watched.runs_unrouted() && !context.experts_apart;
         let rewrites =
             search_rewrites(&self.transforms, context, watched, searched, states, advance && !is_watched)?;
         if let (Some(float), true) = (&mut self.states.float, advance && is_watched) {
@@ -364,7 +365,7 @@ impl Batch {
             timed(job.observer, "forward", || float.advance(block, job.cancel))?;
             return Ok(InputRanges::default());
         }
-        let together = advance && !watched.runs_unrouted();
+        let together = advance && (order.is_some() || !watched.runs_unrouted());
         let ranges = timed(job.observer, "ranges", || {
             input_ranges(prefix, watched, float, job.cancel, |pass, states| {
                 run_pass(job, pass, states, together, order.as_ref())

@@ -13,7 +13,7 @@ use crate::checkpoint::{Dtype, non_finite_in_whole, require_finite_bytes};
 use crate::digest::{hex, sha256_hex};
 use crate::model::{Block, StoredWeight};
 use crate::quantize::QuantizedTensor;
-use crate::recipe::{Action, PlanEntry};
+use crate::recipe::{Action, PlanEntry, is_reused};
 use crate::{Error, Result, TensorSink, allocate};
 
 /// The chunk size for tensors that are only copied.
@@ -159,6 +159,9 @@ impl Source {
 pub(super) fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
     let len = usize::try_from(entry.info.byte_len())
         .map_err(|_| Error::Internal(format!("tensor `{}` exceeds the address space", entry.tensor)))?;
+    if !is_reused(bytes.capacity() as u64, entry.info.byte_len()) {
+        bytes = Vec::new();
+    }
     allocate::grow(&mut bytes, len, format_args!("tensor `{}`", entry.tensor))?;
     job.model.source().read_range(&entry.stored, 0, &mut bytes)?;
     Ok(bytes)

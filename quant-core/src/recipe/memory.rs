@@ -25,6 +25,10 @@ const PER_REPORT: u64 = 1000;
 const PER_LINEAR: u64 = 2048;
 /// Bytes of the report per linear whose scales or clip bounds were searched for.
 const PER_SEARCH: u64 = 1024;
+/// Bytes for copying a tensor.
+const COPIED: u64 = 16 << 20;
+/// The largest part of a buffer that may stay unused. Fresh memory costs time, as the system clears it.
+const SPARE: u64 = 64 << 20;
 /// Bytes per tensor of the output, besides its name.
 const PER_OUTPUT: u64 = 350;
 /// The minimum memory for a round of a search.
@@ -152,18 +156,24 @@ impl Plan {
         input + plans.iter().map(of_plan).sum::<u64>()
     }
 
-    /// The memory for writing the largest tensor: the stored bytes of this tensor and the next one, codes, packed
-    /// codes, and an `f32` copy if the plan processes whole blocks.
+    /// The largest memory for writing one tensor: the stored bytes of this tensor and the next one, the codes, the
+    /// outputs of this tensor and the previous one, and an `f32` copy if the plan processes whole blocks.
     fn largest_tensor(&self) -> u64 {
-        let of = |entry: &super::PlanEntry| match entry.action {
-            Action::Copy => 16 << 20,
-            _ => {
-                let elements = entry.info.elements() as u64;
-                let widened = if self.needs_blocks() { 4 * elements } else { 0 };
-                2 * entry.info.byte_len() + elements + widened + entry.output_bytes()
-            }
-        };
-        self.entries.iter().map(of).max().unwrap_or(0)
+        let mut peak = if self.entries.iter().any(|e| e.action == Action::Copy) { COPIED } else { 0 };
+        let mut entries = self.entries.iter().filter(|e| e.action != Action::Copy).peekable();
+        // Two buffers take turns: one for the current tensor, and one for the next.
+        let mut buffer = entries.peek().map_or(0, |first| first.info.byte_len());
+        let (mut spare, mut previous) = (0, 0);
+        while let Some(entry) = entries.next() {
+            let next = entries.peek().map_or(0, |next| next.info.byte_len());
+            spare = if is_reused(spare, next) { next.max(spare) } else { next };
+            let (elements, output) = (entry.info.elements() as u64, entry.output_bytes());
+            let widened = if self.needs_blocks() { 4 * elements } else { 0 };
+            peak = peak.max(buffer + spare + elements + widened + output + previous);
+            previous = output;
+            std::mem::swap(&mut buffer, &mut spare);
+        }
+        peak
     }
 
     fn largest_input(&self) -> u64 {
@@ -338,6 +348,11 @@ impl Plan {
         let own = resident(of_block.map(|entry| (expert(entry), bytes(entry))), one_expert);
         own + self.experts.as_ref().map_or(0, |part| part.beside)
     }
+}
+
+/// Whether a buffer of `capacity` bytes is used again for a tensor of `needed` bytes.
+pub(crate) fn is_reused(capacity: u64, needed: u64) -> bool {
+    capacity <= needed.saturating_add(SPARE)
 }
 
 /// The bytes of the tensors that are in memory together: only the largest expert counts if experts are processed one at

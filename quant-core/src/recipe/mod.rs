@@ -25,6 +25,7 @@ mod time;
 pub use cache_scales::CacheScale;
 pub use extensions::{Extensions, FLOATS, GGUF};
 pub(crate) use keys::{method_with, no_key};
+pub(crate) use memory::is_reused;
 pub use method::{METHODS, Method, method, step_of, steps};
 pub(crate) use passes::{FirstPass, PassPlan};
 pub use pattern::Pattern;

@@ -365,7 +365,7 @@ impl Transform for Awq {
         let wanted = Wanted { groups: &groups, candidates: SCALE_CANDIDATES, clip_tokens: clip::TOKENS };
         // The reference search uses the whole batch again.
         let searches_all = search_of(first.settings) == Search::Reference;
-        let order = Some(first.block).filter(|block| first.experts_apart && !block.runs_unrouted());
+        let order = Some(first.block).filter(|_| first.experts_apart);
         if let Some(order) = order.and_then(|block| awq_by_expert::order(block.graph())) {
             return awq_by_expert::search(tasks, &groups, hidden, advance, &order);
         }

@@ -118,7 +118,7 @@ pub(super) fn search(
         gather(first, &shared, states, &outside, |pass, states| pass.run_before_experts(states, order))?;
     for (node, ..) in graph.linears() {
         if let Some(selects) = graph.expert_of(node) {
-            inputs.tokens.insert(node, experts.counted(&graph, selects));
+            inputs.tokens.insert(node, experts.counted(block, selects));
         }
     }
     let tokens = inputs.tokens.clone();

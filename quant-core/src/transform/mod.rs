@@ -202,12 +202,9 @@ impl<'a> BlockTask<'a> {
 
     /// Replaces the states before the block with its output.
     fn advance(&self, states: &mut HiddenStates) -> Result<()> {
-        match self.experts_apart {
-            true => self
-                .run(StatisticsPass::new(self.block, &states.layout().clone(), self.cancel), states, true)
-                .map(drop),
-            false => states.advance(self.block, self.cancel),
-        }
+        let Some(order) = self.order() else { return states.advance(self.block, self.cancel) };
+        let (block, layout) = (self.block.routed(), states.layout().clone());
+        StatisticsPass::new(&block, &layout, self.cancel).run_by_expert(states, true, &order).map(drop)
     }
 
     /// A node's full module name.

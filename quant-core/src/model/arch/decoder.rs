@@ -142,7 +142,7 @@ impl<'a> Decoder<'a> {
 
     pub(super) fn refuse(&self, key: &str, reason: &str) -> Result<()> {
         match self.flag(key, false)? {
-            true => Err(self.config.error(key, format!("is true: {reason}"))),
+            true => Err(self.config.unsupported_setting(key, format!("is true: {reason}"))),
             false => Ok(()),
         }
     }

@@ -76,7 +76,7 @@ impl Family for DeepseekV2 {
         if config.optional_bool("norm_topk_prob")? == Some(true) {
             let reason = "is true, which is not supported, because implementations disagree on whether the \
                 weights are then also scaled";
-            return Err(config.error("norm_topk_prob", reason));
+            return Err(config.unsupported_setting("norm_topk_prob", reason));
         }
         let mut routing = routing(config, &EXPERTS)?;
         routing.scale = d.factor("routed_scaling_factor")?.unwrap_or(1.0) as f32;
@@ -260,7 +260,7 @@ pub(super) fn with_shared(
 ) -> Result<GatedExperts> {
     const KEY: &str = "moe_layer_freq";
     if let Some(other) = config.optional_usize(KEY)?.filter(|step| *step != 1) {
-        return Err(config.error(KEY, format!("is {other}; only 1 is supported")));
+        return Err(config.unsupported_setting(KEY, format!("is {other}; only 1 is supported")));
     }
     let intermediate = config.require_positive("moe_intermediate_size")?;
     let shared = config.optional_usize("n_shared_experts")?.unwrap_or(shared);

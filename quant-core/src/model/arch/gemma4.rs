@@ -194,7 +194,7 @@ fn check(d: &Decoder<'_>) -> Result<()> {
         None | Some("vision") => Ok(()),
         Some(other) => {
             let reason = format!("is `{}`; only causal attention is supported", other.escape_default());
-            Err(config.error("use_bidirectional_attention", reason))
+            Err(config.unsupported_setting("use_bidirectional_attention", reason))
         }
     }
 }

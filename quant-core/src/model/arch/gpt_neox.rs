@@ -38,7 +38,7 @@ impl Family for GptNeoX {
         if d.shape.repeat != 1 || d.shape.heads() * d.shape.head_dim != d.hidden {
             let reason = "or `head_dim` is not supported: in this family, the heads divide the hidden size, and every \
                 head has its own keys";
-            return Err(config.error("num_key_value_heads", reason));
+            return Err(config.unsupported_setting("num_key_value_heads", reason));
         }
         let mut request = d.rope_request();
         (request.partial, request.partial_key) = (Some(0.25), "rotary_pct");

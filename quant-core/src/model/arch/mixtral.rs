@@ -125,7 +125,7 @@ impl Family for Olmoe {
     fn describe(&self, config: &ConfigFields<'_>) -> Result<Architecture> {
         if let Some(bound) = config.optional_f64("clip_qkv")? {
             let reason = format!("is {bound}; clamping queries, keys and values is not supported");
-            return Err(config.error("clip_qkv", reason));
+            return Err(config.unsupported_setting("clip_qkv", reason));
         }
         let routing = normalized_if_asked(config)?;
         let experts = GatedExperts::new(routing, config.require_positive("intermediate_size")?);

@@ -38,7 +38,7 @@ impl Experts {
                 "is {other}; only 1 is supported, because implementations disagree about \
                 other values"
             );
-            return Err(config.error(SHARED, reason));
+            return Err(config.unsupported_setting(SHARED, reason));
         }
         Ok(Self {
             routing: corrected_sigmoid(d, "mixer.gate", 1.0, [1, 1])?,

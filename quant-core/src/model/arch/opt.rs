@@ -37,13 +37,13 @@ impl Family for Opt {
         }
         let flag = |key: &str, default: bool| config.optional_bool(key).map(|value| value.unwrap_or(default));
         if !flag("do_layer_norm_before", true)? {
-            return Err(config.error(
+            return Err(config.unsupported_setting(
                 "do_layer_norm_before",
                 "is false; norms after the residual additions, as in opt-350m, are not supported",
             ));
         }
         if let Some(width) = config.optional_positive("word_embed_proj_dim")?.filter(|w| *w != hidden) {
-            return Err(config.error(
+            return Err(config.unsupported_setting(
                 "word_embed_proj_dim",
                 format!("is {width}, but hidden_size is {hidden}; projected embeddings are not supported"),
             ));

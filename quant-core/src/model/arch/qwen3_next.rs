@@ -47,7 +47,7 @@ impl Family for Qwen35Moe {
         if config.optional_bool(NORMALIZED)? == Some(false) {
             let reason = "is false, which is not supported, because implementations disagree on whether the \
                 routing weights then add up to 1";
-            return Err(config.error(NORMALIZED, reason));
+            return Err(config.unsupported_setting(NORMALIZED, reason));
         }
         // No layer has an MLP, so its width is not configured.
         let defaults = Defaults { intermediate_key: INTERMEDIATE, ..defaults(self.name(), 2) };

@@ -10,6 +10,8 @@ use crate::{Error, Result};
 
 /// The number of names in a message.
 const MAX_LISTED: usize = 6;
+/// Parts of the names of experts' tensors.
+const EXPERTS: &[&str] = &["experts", "shared_expert", "shared_expert_gate", "shared_experts", "shared_mlp"];
 
 impl Model {
     /// Returns a warning if linears for which engines keep one scale have different global scales of NVFP4.
@@ -64,14 +66,18 @@ impl Model {
     /// write GPTQ files add them.
     ///
     /// # Errors
-    /// When a bias cannot be read.
+    /// When a bias cannot be read; [`Error::UnknownExperts`] if such a tensor belongs to an expert.
     pub(crate) fn uncomputed_tensors(&self) -> Result<Option<String>> {
         let (mut count, mut found) = (0, Vec::new());
+        let mut of_experts = Vec::new();
         for name in self.architecture.uncomputed(self.source.names()) {
             if name.ends_with(".bias") && self.is_zero(name)? {
                 continue;
             }
             count += 1;
+            if name.split('.').any(|part| EXPERTS.contains(&part)) {
+                of_experts.push(name);
+            }
             let shown = format!("`{}`", printable(&self.architecture.for_all_blocks(name)));
             if !found.contains(&shown) {
                 found.push(shown);
@@ -79,6 +85,10 @@ impl Model {
         }
         if found.is_empty() {
             return Ok(None);
+        }
+        if let Some(first) = of_experts.first() {
+            let (path, tensor) = (self.path.clone(), (*first).to_owned());
+            return Err(Error::UnknownExperts { path, tensor, count: of_experts.len() });
         }
         let more = found.len().saturating_sub(MAX_LISTED);
         found.truncate(MAX_LISTED);

@@ -118,7 +118,6 @@ impl Plan {
         let is_staged = rounding.inputs(&self.settings).is_some();
         (!is_staged || rounding.takes_experts_apart(&self.settings))
             && transforms.iter().all(|t| t.takes_experts_apart(graph, &self.settings))
-            && self.sampling.experts.is_routed()
             && PassPlan::new(self, false).cache.is_none()
             && ExpertOrder::of(graph).is_some()
     }

@@ -292,7 +292,7 @@ impl<'a> BlockSearch<'a> {
         (selects, output): (NodeId, NodeId),
     ) -> Result<Option<Tensor>> {
         let known = [(order.from, from.clone()), (order.weights, weights.clone())];
-        let rows = self.evaluate(block, &known, selects)?;
+        let rows = self.evaluate(&block.routed(), &known, selects)?;
         if rows.elem_count() == 0 {
             return Ok(None);
         }
