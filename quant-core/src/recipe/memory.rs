@@ -11,10 +11,12 @@ use crate::transform::{Search, Workload};
 
 /// Bytes for the program itself.
 const PROGRAM: u64 = 56 << 20;
-/// Bytes for the tokenizer, and for products of matrices with the values of a calibration batch.
-const TEXT: u64 = 64 << 20;
+/// Bytes for the tokenizer.
+const TEXT: u64 = 20 << 20;
 /// Bytes for the stack of a thread and what the allocator keeps for it.
 const THREAD: u64 = 4 << 20;
+/// The same for a thread that multiplies matrices with the values of a calibration batch.
+const BUSY_THREAD: u64 = 12 << 20;
 /// Bytes that the header of the input takes per tensor, besides its name.
 const PER_INPUT: u64 = 256;
 /// Bytes of a plan per tensor, besides names.
@@ -126,14 +128,15 @@ impl Plan {
         // The allocator keeps some memory of earlier steps.
         let working = step.saturating_add(Self::kept_per_tensor(plans, model));
         let text = if plans.iter().any(Self::needs_blocks) { TEXT } else { 0 };
-        let threads = Self::thread_memory();
+        let threads = Self::thread_memory(plans);
         let program = PROGRAM + text + threads.bytes * threads.count as u64;
         working.saturating_add(working / 8).saturating_add(program)
     }
 
-    /// The threads of a run, and the memory that is estimated for each.
-    pub(crate) fn thread_memory() -> ThreadMemory {
-        ThreadMemory::new(rayon::current_num_threads(), THREAD)
+    /// The threads of one run of all these plans, and the memory that is estimated for each.
+    pub(crate) fn thread_memory(plans: &[Self]) -> ThreadMemory {
+        let bytes = if plans.iter().any(Self::needs_blocks) { BUSY_THREAD } else { THREAD };
+        ThreadMemory::new(rayon::current_num_threads(), bytes)
     }
 
     /// The memory for what a run keeps for every tensor until its end: its places in the input and the output, its

@@ -75,7 +75,7 @@ pub fn residence(
             None => return Ok((Residence::Memory, None)),
         },
     };
-    let threads = Some(Plan::thread_memory());
+    let threads = Some(Plan::thread_memory(plans));
     let residence = match (Plan::residence(plans, model, budget, keeps_maxima), limit) {
         (Ok(residence), _) => residence,
         // A run that needs nearly all of the memory may still succeed.
