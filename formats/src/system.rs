@@ -83,7 +83,15 @@ pub fn path_of_bytes(bytes: &[u8]) -> PathBuf {
 /// If the system cannot determine the path.
 pub fn running_program() -> io::Result<PathBuf> {
     let link = PathBuf::from("/proc/self/exe");
-    if link.exists() { Ok(link) } else { std::env::current_exe() }
+    if link.exists() {
+        return Ok(link);
+    }
+    std::env::current_exe().or_else(|error| {
+        // Without /proc, only the name with which the program was started is known.
+        let started = std::env::args_os().next().map(PathBuf::from);
+        let started = started.filter(|path| path.components().count() > 1);
+        started.and_then(|path| path.canonicalize().ok()).ok_or(error)
+    })
 }
 
 /// Returns the name of this machine, with only letters, digits and hyphens; `unknown` if the system does not report it.

@@ -33,9 +33,10 @@ def _text(given: _Number | None) -> str | None:
     return None if given is None else str(plain(given))
 
 
-def _check_count(name: str, count: int | None) -> None:
-    if count is not None and count < 0:
-        raise UsageError(f"{name}={count} is negative", "use zero or a positive number")
+def _check_count(name: str, count: int | None, least: int = 1) -> None:
+    if count is not None and count < least:
+        what = "is negative" if count < 0 else "is too small"
+        raise UsageError(f"{name}={count} {what}", "use a positive number" if least else "use zero or a positive number")
 
 
 def _settings(
@@ -83,11 +84,11 @@ def _settings(
         "span_blocks": span_blocks,
         "samples": samples,
         "seq_len": seq_len,
-        "seed": seed,
-        "expert_floor": expert_floor,
     }
     for name, count in counts.items():
         _check_count(name, count)
+    for name, count in {"seed": seed, "expert_floor": expert_floor}.items():
+        _check_count(name, count, least=0)
     return {
         "preset": preset,
         "recipe": optional_path(recipe),

@@ -124,21 +124,23 @@ class Model:
         *,
         max_new_tokens: int = 256,
         stop: Iterable[str] = (),
-        do_sample: bool = False,
+        do_sample: bool | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         on_event: _OnEvent = None,
         progress: bool = False,
     ) -> list[Generated]:
         """Generates text after each prompt, one prompt after the other. A prompt is a text or a list of tokens. A
         text ends before the first occurrence of a string in ``stop``.
 
-        The most likely token is taken unless ``do_sample=True``. Settings that are None, and settings without an
-        argument, come from the model's ``generation_config.json``. The same seed gives the same text.
+        The most likely token is taken unless ``do_sample=True`` or one of ``temperature``, ``top_k``, ``top_p``,
+        ``min_p`` and ``seed`` is given; ``temperature=0`` also takes the most likely token. Settings that are None, and
+        settings without an argument, come from the model's ``generation_config.json``. The same seed, by default 0,
+        gives the same text.
         """
         check_types(Model.generate, locals())
         asked = list(prompts)
@@ -146,6 +148,14 @@ class Model:
         encoded = iter(texts)
         if max_new_tokens < 1:
             raise UsageError(f"max_new_tokens={max_new_tokens} generates no text", "use at least 1")
+        sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+        given = [name for name, setting in sampling.items() if setting is not None]
+        if temperature == 0:
+            do_sample, temperature = False, None
+        elif do_sample is None:
+            do_sample = bool(given)
+        elif given and not do_sample:
+            raise UsageError(f"{given[0]}= has no effect with do_sample=False", "omit one of them")
         request = {
             "prompts": [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in asked],
             "stop": list(stop),
@@ -156,7 +166,7 @@ class Model:
             "top_p": top_p,
             "min_p": min_p,
             "repetition_penalty": repetition_penalty,
-            "seed": seed,
+            "seed": seed or 0,
         }
         answer = self._ask("generate", request, on_event, progress)
         return [Generated(one["text"], tuple(one["tokens"]), one["end"]) for one in answer]

@@ -199,6 +199,8 @@ class FewbitsLM(TemplateLM):  # type: ignore[misc,unused-ignore]
             sample = bool(given.pop("do_sample", bool(temperature)))
             if not temperature:
                 sample = sample and temperature is None
+            if not sample:
+                given = {name: value for name, value in given.items() if name == "repetition_penalty"}
             room = self.max_length - length
             if room <= 0:
                 raise ValueError(

@@ -249,8 +249,10 @@ impl Loaded {
         session.progress.event(&Event::StageStarted { stage: "generate", unit: "prompt", units });
         let mut written = Vec::with_capacity(asked.prompts.len());
         for prompt in &asked.prompts {
-            if let Some(largest) = prompt.iter().max() {
-                self.opened.model.check_token(*largest)?;
+            let vocab = self.opened.model.architecture().vocab;
+            if let Some(token) = prompt.iter().find(|token| **token as usize >= vocab) {
+                let message = format!("a prompt has token {token}, but the vocabulary has {vocab} tokens");
+                return Err(Error::usage(message, "pass tokens of the model's own tokenizer"));
             }
             let mut generator = Generator::new(&self.decoder);
             let (cancel, stop) = (&session.cancel, &asked.stop);

@@ -38,6 +38,12 @@ impl Wording for Keywords {
 
     fn command(&self, name: &str, arguments: &[Argument<'_>]) -> String {
         match arguments {
+            [Argument::Positional(model), Argument::Setting("all", None)] if name == "plan" => {
+                return format!("`plan({model}).formats[0].tensors`");
+            }
+            [Argument::Positional(model), Argument::Setting("prompt", Some(text))] if name == "generate" => {
+                return format!("`Model({model}).generate([{text}])`");
+            }
             [Argument::Setting("print_recipe", Some(preset))] => {
                 return format!("`preset_recipe({})`", value(preset));
             }

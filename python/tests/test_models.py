@@ -78,6 +78,10 @@ def test_texts_stop_where_they_should(packed: fewbits.Model) -> None:
     assert short.end == "stop" and word not in short.text and long.text.startswith(short.text)
     drawn = [packed.generate([TEXT], max_new_tokens=8, do_sample=True, top_k=20, seed=n)[0].text for n in (1, 2, 1)]
     assert drawn[0] == drawn[2] != drawn[1]
+    # A sampling setting alone also samples, and a temperature of 0 does not.
+    assert packed.generate([TEXT], max_new_tokens=8, top_k=20, seed=1)[0].text == drawn[0]
+    greedy = [packed.generate([TEXT], max_new_tokens=8, **given)[0].text for given in ({}, {"temperature": 0, "seed": 1})]
+    assert greedy[0] == greedy[1]
 
 
 def test_conversations_are_rendered_by_the_model_s_template(rtn: Path, tmp_path: Path) -> None:
@@ -102,6 +106,7 @@ def test_conversations_are_rendered_by_the_model_s_template(rtn: Path, tmp_path:
         (lambda m: m.log_likelihoods([([1], [m.vocab_size])]), fewbits.UsageError, "token 4096 is not in"),
         (lambda m: m.generate(["a"], max_new_tokens=0), fewbits.UsageError, "max_new_tokens=0"),
         (lambda m: m.generate(["a"], do_sample=True, top_p=2.0), fewbits.UsageError, "top_p"),
+        (lambda m: m.generate(["a"], do_sample=False, seed=3), fewbits.UsageError, "seed= has no effect with do_sample"),
         (lambda m: m.generate([[m.vocab_size]]), fewbits.QuantError, "4096"),
         (lambda m: m.generate([[]]), fewbits.UsageError, "the prompt is empty"),
     ],

@@ -4,8 +4,8 @@ A tiny random model of each family is run on windows that are shorter, and on wi
 attention windows and than the lengths at which its rotation changes. quant's logits may differ from transformers' result
 in double precision by 2e-6 of the largest logit, or by twice as much as transformers' own logits in single precision.
 Since the largest of many errors varies randomly, it is taken over several windows of each length. If a token is so
-ill-conditioned that quant's error is larger nevertheless, it must be within transformers' errors on the same window for
-copies of the model with slightly different weights. Checkpoints quantized
+ill-conditioned that quant's error is larger nevertheless, it must be at most 1.5 times transformers' largest error on the
+same window over copies of the model with slightly different weights. Checkpoints quantized
 to 4 bits, by plain rounding, AWQ and GPTQ, must load without a missing or unexpected key, and give quant's logits; the
 families of IN_COLUMNS also in the AWQ and GPTQ formats, which gptqmodel reads.
 """
@@ -34,7 +34,9 @@ QUANTIZED_TOLERANCE = 1e-5
 # If quant's largest error exceeds the tolerance, its maximum ratio to transformers' largest error in single precision.
 RATIO = 2
 # The number of copies of a model with an ill-conditioned token, and the largest relative change of their weights.
+# quant's window is the worst of many, so it may have a somewhat larger error than the worst copy.
 COPIES, CHANGE = 16, 1e-6
+OF_COPIES = 1.5
 # Quantized models with a larger ratio: the states of delta nets amplify differences.
 QUANTIZED_RATIOS = {"qwen3_next-unnormalized": 4}
 LENGTHS = [24, 112]
@@ -121,7 +123,7 @@ class Errors:
     def add(self, found, exact, where=None):
         """Adds the error of the logits of a window; `where` identifies it."""
         error = relative(found, exact)
-        if self.where is None or error > self.largest:
+        if error >= self.largest:
             self.largest, self.where = error, where
 
     def within(self, others, tolerance, ratio=RATIO):
@@ -195,7 +197,7 @@ class Family:
         if ours.within(theirs, TOLERANCE):
             return f"{ours} (transformers {theirs})", True
         copies = errors_of_copies(reference, *ours.where)
-        return f"{ours} (transformers {theirs}, copies {copies})", ours.within(copies, TOLERANCE, 1)
+        return f"{ours} (transformers {theirs}, copies {copies})", ours.within(copies, TOLERANCE, OF_COPIES)
 
     def columns_logits(self, model, method, options):
         out = self.check.scratch / f"{self.name}-{method}"

@@ -283,7 +283,9 @@ impl Policy {
 pub(super) fn fault(path: &Path, line: Option<usize>, reason: String) -> Error {
     let remedy = match reason == ABSENT {
         true => "check the path; ‹gate(RESULT…, suggest)› makes a policy to start from",
-        false => "correct the policy; its format is described in docs/evaluation.md",
+        false => {
+            "correct the policy; ‹gate(RESULT…, suggest)› makes a valid one, and docs/evaluation.md describes the format"
+        }
     };
     Error::InputFile { path: path.to_owned(), line, reason, remedy: remedy.into() }
 }

@@ -52,12 +52,12 @@ impl Error {
             | Self::Unavailable { remedy, .. }
             | Self::InputFile { remedy, .. } => return remedy.clone(),
             Self::PatternMatchesNothing { nearest, .. } if nearest.is_empty() => {
-                "‹plan(MODEL)› lists the names of all linears; a pattern is a name, its last parts, or a glob, and `re:` \
+                "‹plan(MODEL, all)› lists the names of all linears; a pattern is a name, its last parts, or a glob, and `re:` \
                  begins a regular expression"
                     .into()
             }
             Self::PatternMatchesNothing { nearest, .. } => {
-                format!("did you mean {}? ‹plan(MODEL)› lists all names", nearest.join(", "))
+                format!("did you mean {}? ‹plan(MODEL, all)› lists all names", nearest.join(", "))
             }
             Self::GroupSizeDoesNotDivide(offenders) => format!(
                 "choose a ‹group_size› that divides these widths, or ‹group_size=channel›, which fits all; or a \

@@ -123,7 +123,7 @@ impl<'a> Generator<'a> {
                     "the prompt has {} tokens, but the model was loaded for a context of {positions}",
                     prompt.len()
                 ),
-                "shorten the prompt, or load the model for a longer context",
+                "shorten the prompt, or load the model for a longer context if its configuration allows one",
             ));
         }
         // The last token's logits are not kept, so at least one token must be processed.

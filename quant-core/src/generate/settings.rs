@@ -177,20 +177,20 @@ impl GenerationSettings {
         let range = |name, value: f32, is_valid: bool, range: &str| {
             (!is_valid).then(|| (name, format!("is {value}; it must be {range}")))
         };
-        range("temperature", self.temperature, positive(self.temperature), "a finite number greater than 0")
-            .or(range(
-                "top_p",
-                self.top_p,
-                self.top_p > 0.0 && self.top_p <= 1.0,
-                "greater than 0 and at most 1",
-            ))
-            .or(range("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p), "from 0 to 1"))
-            .or(range(
-                "repetition_penalty",
-                self.repetition_penalty,
-                positive(self.repetition_penalty),
-                "a finite number greater than 0",
-            ))
+        range(
+            "temperature",
+            self.temperature,
+            positive(self.temperature),
+            "a finite number greater than 0, or 0 for the most likely token",
+        )
+        .or(range("top_p", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "greater than 0 and at most 1"))
+        .or(range("min_p", self.min_p, (0.0..=1.0).contains(&self.min_p), "from 0 to 1"))
+        .or(range(
+            "repetition_penalty",
+            self.repetition_penalty,
+            positive(self.repetition_penalty),
+            "a finite number greater than 0",
+        ))
     }
 }
 

@@ -1,6 +1,9 @@
 //! The model card of a checkpoint, `README.md`: what was done to the model and how to load it.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
 
 use serde_json::Value;
 
@@ -13,6 +16,8 @@ use crate::wording::bytes;
 use crate::wording::{Wording, worded};
 
 pub(super) const NAME: &str = "README.md";
+/// The bytes of the source's card that are searched for its license.
+const MAX_HEADER: u64 = 1 << 16;
 
 /// Returns the card. It holds no paths and no times, so the same job gives the same bytes.
 pub(super) fn model_card(
@@ -27,6 +32,7 @@ pub(super) fn model_card(
     if let Some(base) = base {
         card += &format!("base_model: {base}\nbase_model_relation: quantized\n");
     }
+    card += &license(&directory.path().join(NAME));
     card += &format!("tags:\n- quantized\n- {}\n- {}\n---\n\n", report.method, report.format);
     let title = base.and_then(|name| name.split('/').next_back()).unwrap_or("Quantized model");
     card += &format!("# {title}, {}\n\n| | |\n|---|---|\n", schemes(job).join(", "));
@@ -66,6 +72,33 @@ pub(super) fn model_card(
          every file.\n",
         measure.trim_matches('`')
     )
+}
+
+/// The lines about the license in the header of the source's card; empty if there are none.
+fn license(card: &Path) -> String {
+    let mut header = Vec::new();
+    let is_file = card.metadata().is_ok_and(|found| found.is_file());
+    let mut read = || File::open(card)?.take(MAX_HEADER).read_to_end(&mut header);
+    if !is_file || read().is_err() {
+        return String::new();
+    }
+    // The last character may be cut off.
+    license_lines(&String::from_utf8_lossy(&header))
+}
+
+fn license_lines(card: &str) -> String {
+    let mut lines = card.lines().map(str::trim_end);
+    if lines.next() != Some("---") {
+        return String::new();
+    }
+    let header = lines.take_while(|line| *line != "---");
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._/:+ ".contains(c);
+    let kept = header.filter(|line| {
+        let key = line.split_once(": ").map(|(key, _)| key);
+        let is_license = matches!(key, Some("license" | "license_name" | "license_link"));
+        is_license && line.len() <= 200 && line.chars().all(is_plain)
+    });
+    kept.map(|line| format!("{line}\n")).collect()
 }
 
 /// Returns whether an id is `organization/name`, with only the characters that hubs allow.
@@ -128,6 +161,18 @@ fn cell(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_license_of_the_source_is_kept() {
+        let card = "---\nlanguage: en\nlicense: other\nlicense_name: my-license-1.0\nlicense_link: https://a.b/LICENSE\n\
+                    tags:\n- license: x\n---\nlicense: mit\n";
+        let kept = "license: other\nlicense_name: my-license-1.0\nlicense_link: https://a.b/LICENSE\n";
+        assert_eq!(license_lines(card), kept);
+        for none in ["", "license: mit\n", "# A\n---\nlicense: mit\n---\n", "---\nlicense: \"a\" # b\n---\n"]
+        {
+            assert_eq!(license_lines(none), "", "{none}");
+        }
+    }
 
     #[test]
     fn only_names_of_a_hub_go_into_the_header() {

@@ -12,8 +12,6 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
 use super::memory::machine_memory;
 
-/// Leads to the running file, even after an upgrade has replaced the file at its path.
-pub(crate) const RUNNING_PROGRAM: &str = "/proc/self/exe";
 /// The time that a process may take to end after its socket was closed.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 

@@ -8,5 +8,5 @@ mod memory;
 pub use quant_formats::system::*;
 
 #[cfg(target_os = "linux")]
-pub(crate) use child::{Ending, ProcessLimits, RUNNING_PROGRAM, Socket, WorkerProcess, ending, is_shortage};
+pub(crate) use child::{Ending, ProcessLimits, Socket, WorkerProcess, ending, is_shortage};
 pub use memory::available_memory;

@@ -15,7 +15,7 @@ use super::limits::{Granted, Limits};
 use super::serve::{READY, STACK};
 use super::wire::{longest_answer, read_answer, write_load, write_question};
 use super::{Answer, Content, Fault, Loadable, Question, TextWorker, TextWorkers};
-use crate::system::{Ending, RUNNING_PROGRAM, Socket, WorkerProcess, ending, is_shortage};
+use crate::system::{Ending, Socket, WorkerProcess, ending, is_shortage, running_program};
 use crate::{CancelToken, Category, Error, Result};
 
 /// The first argument of a worker process.
@@ -40,7 +40,9 @@ pub struct ProcessWorkers {
 impl ProcessWorkers {
     /// Workers that run this executable on `threads` threads; cancelling `cancel` ends them.
     pub fn of_this_program(threads: usize, cancel: CancelToken) -> Self {
-        Self::of(Path::new(RUNNING_PROGRAM), threads, cancel)
+        // If the path is unknown, workers cannot start, which is reported when the first one is needed.
+        let program = running_program().unwrap_or_default();
+        Self::of(&program, threads, cancel)
     }
 
     /// Workers that run the given executable instead of this one.
