@@ -11,6 +11,7 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use common::{Quantized, flat, logits, normal, recipe, relative_difference, run, windows};
 use configs::{Case, cases};
+use quant_core::calibrate::{ExpertSampling, ExpertTokens};
 use quant_core::checkpoint::{ConfigFields, Dtype, MemorySource, TensorSource};
 use quant_core::model::{
     Block, FoldGroup, KvCaching, KvScheme, Model, NoTap, NodeId, Op, QueryKey, Segments, arch,
@@ -416,6 +417,21 @@ fn every_method_takes_every_family_through() {
             let bound = if case.has_experts() { 0.15 } else { 0.1 };
             assert!(method != "smoothquant" || distance < bound, "{} {method}: {distance}", case.name);
         }
+    }
+}
+
+/// Also in parallel blocks, where experts are beside the attention.
+#[test]
+fn experts_of_every_family_are_calibrated_on_all_tokens() {
+    for case in cases().into_iter().filter(Case::has_experts) {
+        let model = case.random(Dtype::F32, 11);
+        let batch = windows(case.vocab(), 6, LENGTH, 12);
+        let exact = logits(&model, &batch);
+        let mut all = recipe("gptq", "w4a16-g32-sym");
+        all.sampling.experts = ExpertSampling { tokens: ExpertTokens::All, floor: 0 };
+        let quantized = run(&model, &case.config, &all, Some(&batch));
+        let distance = root_mean_square(&logits(&quantized.model(), &batch), &exact);
+        assert!(distance < case.rounding, "{}: {distance}", case.name);
     }
 }
 

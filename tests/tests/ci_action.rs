@@ -85,6 +85,7 @@ fn every_failure_leaves_an_annotation() {
         [
             ("MODEL", "absent"),
             ("REFERENCE", "absent"),
+            ("STORED", ".quant-action/reference.bin"),
             ("TEXT", "builtin-heldout"),
             ("WINDOWS", "1"),
             ("OPTIONS", options),

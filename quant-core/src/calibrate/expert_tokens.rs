@@ -86,7 +86,7 @@ impl ExpertSampling {
     }
 
     /// Returns the experts of a block that are calibrated on all tokens. Each is identified by the node that selects
-    /// its rows, and comes with the number of counted tokens routed to it. `states` are the input of the block.
+    /// its rows, and comes with the number of counted tokens routed to it. `states` are the values of node `from`.
     ///
     /// # Errors
     /// When the block fails or the run is cancelled.
@@ -94,6 +94,7 @@ impl ExpertSampling {
         self,
         states: &HiddenStates,
         block: &Block,
+        from: NodeId,
         cancel: &CancelToken,
     ) -> Result<BTreeMap<NodeId, u64>> {
         let mut counts = BTreeMap::new();
@@ -110,23 +111,17 @@ impl ExpertSampling {
             let mut routed = vec![0; width];
             let mut first = 0;
             // The second value is unused, so the same node is passed twice.
-            states.values_between(
-                block,
-                graph.input(),
-                [weights; 2],
-                cancel,
-                &mut |values: &[Tensor]| {
-                    with_values(&values[0], |values| {
-                        for (token, row) in values.chunks_exact(width.max(1)).enumerate() {
-                            if states.layout().counts(first + token) {
-                                row.iter().zip(&mut routed).for_each(|(w, n)| *n += u64::from(*w != 0.0));
-                            }
+            states.values_between(block, from, [weights; 2], cancel, &mut |values: &[Tensor]| {
+                with_values(&values[0], |values| {
+                    for (token, row) in values.chunks_exact(width.max(1)).enumerate() {
+                        if states.layout().counts(first + token) {
+                            row.iter().zip(&mut routed).for_each(|(w, n)| *n += u64::from(*w != 0.0));
                         }
-                        first += values.len() / width.max(1);
-                        Ok(())
-                    })
-                },
-            )?;
+                    }
+                    first += values.len() / width.max(1);
+                    Ok(())
+                })
+            })?;
             let few = experts.into_iter().filter_map(|(expert, id)| Some((id, *routed.get(expert)?)));
             counts.extend(few.filter(|(_, routed)| self.takes_all(*routed)));
         }

@@ -269,7 +269,8 @@ impl Batch {
         let sampling = job.plan.sampling.experts;
         match &self.states.float {
             Some(states) if !sampling.is_routed() => {
-                timed(job.observer, "count", || sampling.unrouted(states, block, job.cancel))
+                let input = block.graph().input();
+                timed(job.observer, "count", || sampling.unrouted(states, block, input, job.cancel))
             }
             _ => Ok(BTreeMap::new()),
         }

@@ -209,7 +209,8 @@ impl Plan {
         let experts_apart = apart && self.takes_experts_apart(graph);
         let one_expert = one_expert || experts_apart;
         let work = Workload { residence, experts_apart, ..self.workload(kind) };
-        let pieces = self.piece_memory(graph, tokens);
+        let outputs = if one_expert { 0 } else { self.expert_outputs(graph, tokens) };
+        let pieces = self.piece_memory(graph, tokens).saturating_add(outputs);
         // A block that a transform has rewritten stays in memory in f32 for the next transform and the rounding, so the
         // first transform sees the original. If experts are processed one at a time, they are rewritten when they are
         // read.
@@ -288,6 +289,13 @@ impl Plan {
             }
             _ => (12 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
         }
+    }
+
+    /// The memory for the outputs of all experts of a block for the tokens that go through the block at a time.
+    fn expert_outputs(&self, graph: &BlockGraph, tokens: u64) -> u64 {
+        let piece = CHUNK_TOKENS.max(self.sampling.length as u64).min(tokens);
+        let bytes = graph.expert_output_bytes(|routed| self.sampling.experts.shares(routed)[1]);
+        (bytes * piece as f64) as u64
     }
 
     pub(super) fn workload<'a>(&'a self, kind: BlockKind<'a>) -> Workload<'a> {

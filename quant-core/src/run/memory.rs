@@ -89,8 +89,9 @@ pub fn residence(
             return Err(Error::MemoryBudget { needed, budget: None, available: Some(available), threads });
         }
     };
-    let note = (residence != Residence::Memory)
-        .then(|| note(Plan::scratch_bytes(plans, model, residence), Plan::peak_memory(plans, model)));
+    let note = (residence != Residence::Memory).then(|| {
+        note(Plan::scratch_bytes(plans, model, residence), Plan::peak_memory(plans, model), residence)
+    });
     Ok((residence, note))
 }
 
@@ -124,16 +125,19 @@ pub(super) fn residence_by(
         true => {
             let round_bytes = limit.saturating_sub(needed);
             let files = Residence::Files { round_bytes, experts_apart: false };
-            Ok((files, Some(note(scratch, in_memory))))
+            Ok((files, Some(note(scratch, in_memory, files))))
         }
         false => Ok((Residence::Memory, None)),
     }
 }
 
-fn note(scratch: u64, in_memory: u64) -> String {
+fn note(scratch: u64, in_memory: u64, residence: Residence) -> String {
+    let experts = match residence {
+        Residence::Files { experts_apart: true, .. } => ", and searches and passes read one expert at a time",
+        _ => "",
+    };
     format!(
-        "hidden states are kept in files ({} of disk space): the run would need {} of memory if they were kept in \
-        memory",
+        "hidden states are kept in files ({} of disk space){experts}: the run would need {} of memory otherwise",
         super::bytes(scratch),
         super::bytes(in_memory),
     )

@@ -73,6 +73,11 @@ fn memory(work: &Workload<'_>) -> [u64; 2] {
 }
 
 fn search_memory(work: &Workload<'_>, groups: &[FoldGroup]) -> [u64; 2] {
+    let sampled = clip::unrouted_bytes(work);
+    search_memory_of(work, groups).map(|bytes| bytes.saturating_add(sampled))
+}
+
+fn search_memory_of(work: &Workload<'_>, groups: &[FoldGroup]) -> [u64; 2] {
     if search_of(work.settings) == Search::Reference {
         let largest = groups.iter().map(|g| whole_batch_memory(work, g)).max().unwrap_or(0);
         let clips = if work.experts_apart { clip::memory_by_expert(work) } else { 0 };

@@ -53,6 +53,20 @@ pub(super) fn sample_bytes(work: &Workload<'_>, which: impl Fn(NodeId) -> bool) 
     inputs.values().map(|k| 4 * k * 2 * (2 * TOKENS as u64)).sum()
 }
 
+/// The memory for the sampled inputs of experts that run on all tokens, if the whole block is in memory. Experts that run
+/// on their own tokens keep fewer rows.
+pub(super) fn unrouted_bytes(work: &Workload<'_>) -> u64 {
+    if work.experts_apart || work.sampling.experts.is_routed() {
+        return 0;
+    }
+    let of_experts = clipped_linears(work).filter(|(id, ..)| work.graph.expert_of(*id).is_some());
+    let inputs: BTreeMap<_, _> =
+        of_experts.map(|(id, _, [_, k], _)| (work.graph.nodes()[id].inputs[0], k as u64)).collect();
+    let tokens = work.tokens() as u64;
+    let rows = tokens.div_ceil((tokens / TOKENS as u64).max(1));
+    inputs.values().map(|k| 4 * k * rows).sum()
+}
+
 pub(super) fn bound_bytes(work: &Workload<'_>) -> u64 {
     4 * bounds(work)
 }
@@ -129,7 +143,7 @@ impl Transform for Clip {
     fn memory(&self, work: &Workload<'_>) -> u64 {
         match work.experts_apart {
             true => memory_by_expert(work).saturating_add(found_bytes(work)),
-            false => 0,
+            false => unrouted_bytes(work),
         }
     }
 

@@ -136,13 +136,15 @@ impl Objective {
             return Ok(Self::Linear { node, input, tokens });
         }
         let mut batch = Vec::new();
+        // Candidates run on routed tokens too, so products have the same shapes.
+        let block = task.block.routed();
         for chunk in hidden.chunks() {
             task.cancel.check()?;
             let (first, states) = chunk?;
             let segments = hidden.segments(first, &states);
             let evaluate = |from, value, to| -> Result<Tensor> {
                 let tap = &mut CancelTap(task.cancel);
-                Ok(task.block.evaluate_packed(&[(from, value)], &[to], segments, tap)?.swap_remove(0))
+                Ok(block.evaluate_packed(&[(from, value)], &[to], segments, tap)?.swap_remove(0))
             };
             let x = evaluate(graph.input(), states, group.input)?;
             let y = match order {

@@ -224,6 +224,18 @@ impl BlockGraph {
         sums.map(of).max().unwrap_or_default()
     }
 
+    /// The bytes per token of the outputs of all experts, which exist together if the block runs as a whole. `share`
+    /// returns the share of tokens on which an expert runs, given the share that is routed to it.
+    pub(crate) fn expert_output_bytes(&self, share: impl Fn(f64) -> f64) -> f64 {
+        let of = |(id, node): (NodeId, &Node)| {
+            let outputs = &node.inputs[1..];
+            let routed = outputs.first().map_or(0.0, |&output| self.share_of_tokens(output));
+            share(routed) * (4 * outputs.len() * self.widths[id]) as f64
+        };
+        let sums = self.nodes.iter().enumerate().filter(|(_, node)| node.op.sums_experts());
+        sums.map(of).sum()
+    }
+
     /// Returns the fraction of all tokens that a node's value has rows for, if tokens are distributed evenly.
     pub fn share_of_tokens(&self, id: NodeId) -> f64 {
         match self.rows[id].map(|selects| self.nodes[selects].op.rows()) {

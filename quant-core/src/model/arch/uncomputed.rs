@@ -53,7 +53,7 @@ impl<'a> Known<'a> {
         // Formats of quantized weights differ in the names of codes, scales and so on.
         let is_of_linear = || {
             name.rsplit_once('.')
-                .is_some_and(|(module, part)| part != "bias" && self.linears.contains(module))
+                .is_some_and(|(module, part)| !part.ends_with("bias") && self.linears.contains(module))
         };
         self.tensors.contains(name)
             || is_of_linear()
@@ -125,6 +125,7 @@ mod tests {
             "self_attn.sinks",
             "mlp.down_proj.lora_A.weight",
             "mlp.experts.0.up_proj.weight",
+            "mlp.up_proj.e_score_correction_bias",
             "pre_feedforward_layernorm.weight",
         ];
         let names: Vec<String> = used.iter().chain(&unused).map(|name| in_block(name)).collect();

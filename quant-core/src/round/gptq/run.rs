@@ -113,16 +113,17 @@ impl StagedRounding for GptqRun<'_> {
                         let (nodes, how) = ([selects, value], (task.experts, task.cancel));
                         routed = experts.gather(self.states, &task.block, nodes, how, &mut hessian)?;
                     }
-                    _ if !task.experts.is_routed()
-                        && task.block.graph().rows_selected_by(value).is_some() =>
-                    {
-                        return Err(Error::Internal(
-                            "experts come before an operation that mixes tokens".into(),
-                        ));
-                    }
                     _ => {
-                        let nodes = [*from, value];
-                        self.states.gather_between(&task.block, nodes, task.cancel, &mut hessian)?;
+                        // Experts beside an operation that mixes tokens, as in a parallel block, run in the block.
+                        let selects = task.block.graph().rows_selected_by(value);
+                        let few = selects.filter(|_| !task.experts.is_routed());
+                        let mut unrouted = BTreeMap::new();
+                        if let Some(selects) = few {
+                            unrouted = task.experts.unrouted(self.states, &task.block, *from, task.cancel)?;
+                            routed = unrouted.get(&selects).copied();
+                        }
+                        let (block, nodes) = (watched(&task.block, &unrouted), [*from, value]);
+                        self.states.gather_between(&block, nodes, task.cancel, &mut hessian)?;
                     }
                 }
                 hessian
