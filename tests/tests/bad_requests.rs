@@ -144,7 +144,10 @@ fn recipes() {
             &["--group-size", "32", "--override", "mlp.downproj=w8a16"],
             &["--override `mlp.downproj` matches no linear", "did you mean mlp.down_proj"],
         ),
-        (&["--group-size", "32", "--ignore", "*.layers.7.*"], &["`*.layers.7.*`", "`quant plan MODEL --all`"]),
+        (
+            &["--group-size", "32", "--ignore", "*.layers.7.*"],
+            &["`*.layers.7.*`", "`quant plan MODEL --all`"],
+        ),
         (
             &["--group-size", "32", "--format", "awq", "--override", "lm_head=w4a16"],
             &["`lm_head` cannot be quantized", "keep it float"],

@@ -272,25 +272,34 @@ fn a_text_that_has_no_room() {
     check_message("a long line", &run, 5, &["memory", TOKENIZER]);
 }
 
+/// Without /proc, the program finds itself by the path with which it was started. Without a path, it starts no workers.
 #[test]
 fn without_processes_the_answers_are_the_same() {
     let bench = Bench::new();
     let text = bench.text(3000);
     let expected = run(bench.eval(&text)).succeeded();
-    let hidden = "mount -t tmpfs none /proc && exec \"$@\"";
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "sh", "-c", hidden, "sh"]).arg(program()).args(bench.eval(&text).get_args());
-    command.env_remove("QUANT_LOG").env("RUST_BACKTRACE", "0");
+    let without_proc = |start: &str| {
+        let hidden = format!("mount -t tmpfs none /proc && exec {start} \"$@\"");
+        let mut command = Command::new("unshare");
+        command
+            .args(["--mount", "bash", "-c", &hidden, "bash"])
+            .arg(program())
+            .args(bench.eval(&text).get_args());
+        command.env_remove("QUANT_LOG").env("RUST_BACKTRACE", "0");
+        run(command).succeeded()
+    };
     let probe = Command::new("unshare").args(["--mount", "mount", "-t", "tmpfs", "none", "/proc"]).output();
     if !probe.is_ok_and(|o| o.status.success()) {
         return skip("no file system can be mounted here");
     }
-    let run = run(command).succeeded();
-    assert!(run.stderr.contains("cannot start a worker process"), "{run}");
     let table = |run: &Run| {
         run.stdout.lines().take_while(|l| !l.contains("tokens/s")).map(str::to_owned).collect::<Vec<_>>()
     };
-    assert!(table(&run).len() > 3 && table(&run) == table(&expected), "{run}");
+    for (start, has_workers) in [("", true), ("-a quant", false)] {
+        let run = without_proc(start);
+        assert_eq!(run.stderr.contains("cannot start a worker process"), !has_workers, "{run}");
+        assert!(table(&run).len() > 3 && table(&run) == table(&expected), "{run}");
+    }
 }
 
 /// If a limit on processes prevents threads or workers from starting, the error is not reported as a bug.
