@@ -34,9 +34,10 @@ def _text(given: _Number | None) -> str | None:
 
 
 def _check_count(name: str, count: int | None, least: int = 1) -> None:
-    if count is not None and count < least:
-        what = "is negative" if count < 0 else "is too small"
-        raise UsageError(f"{name}={count} {what}", "use a positive number" if least else "use zero or a positive number")
+    # The extension explains why zero is refused.
+    if count is not None and count < 0:
+        remedy = "use a positive number" if least else "use zero or a positive number"
+        raise UsageError(f"{name}={count} is negative", remedy)
 
 
 def _settings(
