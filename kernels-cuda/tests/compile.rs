@@ -12,22 +12,15 @@ use std::process::Command;
 
 use quant_kernels_cuda::compile::{Form, GpuArchitecture, Image, Variant, compile};
 use quant_kernels_cuda::registry::{Entry, entries};
-use support::{has_nvrtc, is_there};
+use support::{every_variant, has_nvrtc, is_there};
 
 /// The environment variable that names the directory of CUDA's programs; if unset, they are searched on `PATH`.
 const PROGRAMS: &str = "QUANT_CUDA_BIN";
 
-/// If this environment variable is set, all variants are compiled for all architectures.
-const EVERY: &str = "QUANT_EVERY_VARIANT";
-
-fn every() -> bool {
-    std::env::var_os(EVERY).is_some_and(|value| !value.is_empty() && value != "0")
-}
-
 /// Some of every kernel.
 fn dealt(architecture: GpuArchitecture) -> Vec<Entry> {
     let turn = GpuArchitecture::ALL.iter().position(|a| *a == architecture).unwrap();
-    let all = every();
+    let all = every_variant();
     let mut counts: HashMap<&str, usize> = HashMap::new();
     let mut entries = entries();
     entries.retain(|entry| {
@@ -111,7 +104,7 @@ fn check_all(architecture: GpuArchitecture) {
         dealt(architecture).iter().enumerate().rev().map(|(i, entry)| (entry.variant.kernel, i)).collect();
     check(architecture, |i, entry, image| {
         fits(entry, architecture, image)?;
-        if i % 2 == 1 && !every() && first[entry.variant.kernel] != i {
+        if i % 2 == 1 && !every_variant() && first[entry.variant.kernel] != i {
             return Ok(());
         }
         let Ok(disassembler) =

@@ -70,6 +70,7 @@ fn comparisons_of_floats() {
     of("setp.leu.f32", |a, b| a <= b || either_is_nan(a, b));
     of("setp.gtu.f32", |a, b| a > b || either_is_nan(a, b));
     of("setp.geu.f32", |a, b| a >= b || either_is_nan(a, b));
+    of("setp.nan.f32", either_is_nan);
     let same = |x: f32| if x.is_nan() { 0x7fff_ffff } else { x.to_bits() };
     for (opcode, f) in [
         ("add.rn.f32", (|a, b| a + b) as fn(f32, f32) -> f32),
@@ -231,6 +232,8 @@ fn loads_and_stores() {
     moved("ld.global.u64", "st.global.u64", "rd", 8);
     moved("ld.global.v2.u64", "st.global.v2.u64", "rd", 16);
     moved("ld.f32", "st.global.f32", "f", 4);
+    moved("ld.u8", "st.global.u8", "rs", 1);
+    moved("ld.u32", "st.global.u32", "r", 4);
     moved("ld.shared.u8", "st.global.u8", "rs", 1);
     moved("ld.shared.u16", "st.global.u16", "rs", 2);
     moved("ld.shared.u32", "st.global.u32", "r", 4);

@@ -29,7 +29,7 @@ const STAND_IN: &str = "QUANT_CUDA_STAND_IN";
 const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 /// The variable that names the directory of the run-time compiler.
 const COMPILER: &str = "QUANT_NVRTC";
-/// If this variable is set, all variants are compiled for all architectures.
+/// If this variable is set, tests use all variants.
 const EVERY: &str = "QUANT_EVERY_VARIANT";
 const TESTS: &str = "kernels-cuda/tests";
 /// The test of the program with `--device cuda`.
@@ -91,13 +91,14 @@ pub fn run() -> Result<()> {
     execute(with_toolkit(&mut command)?.env(STAND_IN, &stand_in))
 }
 
-/// Compiles all listed variants for all architectures; the variants are divided among the tests.
+/// Compiles all listed variants for all architectures; the variants are divided among the tests. Also checks that every
+/// instruction of every variant is tested.
 ///
 /// # Errors
-/// When a variant does not compile as required.
+/// When a variant does not compile as required, or an instruction has no test.
 pub fn every_variant() -> Result<()> {
     let mut command = cargo(&TEST_COMMAND);
-    command.args(["--test", "compile"]);
+    command.args(["--test", "compile", "--test", "calibration"]);
     with_toolkit(&mut command)?.env(EVERY, "1");
     execute(&mut command)
 }

@@ -15,6 +15,14 @@ use std::panic::Location;
 /// If this environment variable is set, NVRTC and the disassembler are required: skipped tests fail.
 pub const REQUIRED: &str = "QUANT_REQUIRE_NVRTC";
 
+/// If this environment variable is set, tests use all variants instead of some of each kernel.
+const EVERY: &str = "QUANT_EVERY_VARIANT";
+
+/// Whether tests use all variants.
+pub fn every_variant() -> bool {
+    std::env::var_os(EVERY).is_some_and(|value| !value.is_empty() && value != "0")
+}
+
 /// Whether something that a test needs is available. If not, prints that the test is skipped.
 ///
 /// # Panics
