@@ -188,7 +188,7 @@ pub enum Error {
         got: Vec<usize>,
     },
     /// The checkpoint has weights of experts that the configuration does not describe.
-    #[error("{}: config.json describes no experts for {}, such as `{tensor}`", path.display(), counted(*count, "tensor"))]
+    #[error("{} does not describe {} of experts, such as `{tensor}`", path.display(), counted(*count, "tensor"))]
     UnknownExperts {
         /// The configuration.
         path: PathBuf,

@@ -7,6 +7,7 @@ use crate::common;
 use crate::configs;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use common::{Quantized, flat, logits, normal, recipe, relative_difference, run, windows};
@@ -797,4 +798,32 @@ fn model_types_must_fit() {
         config.insert("model_type".into(), json!("opt"));
         assert!(describe(&config).unwrap_err().to_string().contains("model_type"));
     }
+}
+
+/// A block after the last one may predict further tokens, but then it has tensors of its own.
+#[test]
+fn a_configuration_with_a_layer_too_few_is_refused() {
+    let case = cases().into_iter().find(|case| case.name == "deepseek_v3").unwrap();
+    let complete = case.random(Dtype::F32, 71);
+    let layers = complete.architecture().layers;
+    let mut config = case.config.clone();
+    config.insert("num_hidden_layers".into(), json!(layers - 1));
+    config.insert("num_nextn_predict_layers".into(), json!(1));
+    let mut source = MemorySource::new();
+    for name in complete.source().names() {
+        let (shape, values) =
+            (complete.source().require(name).unwrap().shape.clone(), complete.source().read_f32(name));
+        source.insert_f32(name.to_owned(), Dtype::F32, shape, &values.unwrap()).unwrap();
+    }
+    let open = |source: MemorySource| Model::new(Arc::new(source), Path::new("config.json"), &config);
+    let error = open(source.clone()).map(|_| ()).unwrap_err();
+    assert_eq!(error.category(), Category::Input);
+    let message = error.to_string();
+    assert!(
+        message.contains("num_hidden_layers") && message.contains(&format!("block {}", layers - 1)),
+        "{message}"
+    );
+    let name = format!("model.layers.{}.eh_proj.weight", layers - 1);
+    source.insert_f32(name, Dtype::F32, vec![1], &[0.5]).unwrap();
+    assert_eq!(open(source).unwrap().architecture().layers, layers - 1);
 }

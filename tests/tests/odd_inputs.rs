@@ -152,7 +152,7 @@ fn experts_that_are_not_described() {
         let name = format!("{block}{name}");
         tensors.push(RawTensor::f16(&name, &[2], [1.0, 0.5]));
         TinyLlama::default().write_with(&bench.at("model"), &tensors);
-        let expected = ["describes no experts for 1 tensor", &name, "must belong to the same model"];
+        let expected = ["does not describe 1 tensor of experts", &name, "must belong to the same model"];
         refuses_to_quantize(&name, &bench.at("model"), &RTN, 4, &expected);
         check_message(&name, &quant(eval(&bench.at("model"), &text)), 4, &expected);
     }

@@ -293,7 +293,14 @@ impl Plan {
 
     /// The memory for the outputs of all experts of a block for the tokens that go through the block at a time.
     fn expert_outputs(&self, graph: &BlockGraph, tokens: u64) -> u64 {
-        let piece = CHUNK_TOKENS.max(self.sampling.length as u64).min(tokens);
+        let length = self.sampling.length as u64;
+        let piece = match self.method.search_mode(&self.settings).unwrap_or_default() {
+            // Longer windows are processed in pieces; if the last one is short, the allocator keeps some memory of the
+            // piece before.
+            Search::Fast if length > CHUNK_TOKENS => CHUNK_TOKENS / 2 * 3,
+            _ => CHUNK_TOKENS.max(length),
+        };
+        let piece = piece.min(tokens);
         let bytes = graph.expert_output_bytes(|routed| self.sampling.experts.shares(routed)[1]);
         (bytes * piece as f64) as u64
     }

@@ -252,7 +252,8 @@ pub(super) fn groups(
     Ok((chosen < count).then_some(Groups { count, chosen, by_largest }))
 }
 
-/// Experts plus a shared expert that is as wide as `n_shared_experts` experts; `shared` is the default of that key.
+/// Experts plus a shared expert that is as wide as `n_shared_experts` experts; `shared` is the default of that key, and
+/// `null` means that there is no shared expert, as in DeepSeek's own code.
 pub(super) fn with_shared(
     config: &ConfigFields<'_>,
     routing: RoutingRule,
@@ -263,7 +264,9 @@ pub(super) fn with_shared(
         return Err(config.unsupported_setting(KEY, format!("is {other}; only 1 is supported")));
     }
     let intermediate = config.require_positive("moe_intermediate_size")?;
-    let shared = config.optional_usize("n_shared_experts")?.unwrap_or(shared);
+    const SHARED: &str = "n_shared_experts";
+    let default = if config.has(SHARED) { 0 } else { shared };
+    let shared = config.optional_usize(SHARED)?.unwrap_or(default);
     let shared = (shared > 0).then_some(SharedExpert {
         prefix: "mlp.shared_experts",
         intermediate: intermediate * shared,
@@ -431,6 +434,18 @@ mod tests {
         assert_eq!(architecture.layer_of("model.layers.3.eh_proj.weight"), None);
         let none = read("Glm4MoeForCausalLM", &json!({})).unwrap();
         assert!(!none.is_in_further_block("model.layers.3.x"));
+    }
+
+    #[test]
+    fn shared_experts_may_be_absent() {
+        let shared = |changes: Value| {
+            let architecture = read("DeepseekV3ForCausalLM", &changes).unwrap();
+            architecture.graph(2).linears().any(|(_, name, ..)| name.starts_with("mlp.shared_experts"))
+        };
+        assert!(shared(json!({ "first_k_dense_replace": 1 })));
+        for value in [json!(0), json!(null)] {
+            assert!(!shared(json!({ "first_k_dense_replace": 1, "n_shared_experts": value })));
+        }
     }
 
     #[test]

@@ -324,10 +324,16 @@ impl Architecture {
     }
 
     fn index_of(&self, tensor: &str) -> Option<usize> {
+        Some(self.inside_block(tensor)?.0)
+    }
+
+    /// Splits a tensor's name into the index of its block, which may be after the last, and the rest.
+    pub(crate) fn inside_block<'a>(&self, tensor: &'a str) -> Option<(usize, &'a str)> {
         let (before, after) = self.block_prefix.split_once("{}")?;
-        let (index, _) = tensor.strip_prefix(before)?.split_once(after)?;
+        let (index, inside) = tensor.strip_prefix(before)?.split_once(after)?;
         // `07` and `+7` parse as 7, but are not valid block indices.
-        index.parse().ok().filter(|i: &usize| i.to_string() == index)
+        let parsed = index.parse().ok().filter(|i: &usize| i.to_string() == index)?;
+        Some((parsed, inside))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Checks of the tensors against the configuration.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use crate::checkpoint::{Dtype, printable, require_weight_float};
 use crate::model::arch::LearnedPositions;
@@ -225,6 +225,36 @@ impl Model {
         values.into_iter().map(tensor).collect()
     }
 
+    /// Fails if a block after the last is an ordinary block, so that `num_hidden_layers` is too small. Blocks that
+    /// predict further tokens have tensors of their own, such as `eh_proj.weight`.
+    fn check_further_blocks(&self) -> Result<()> {
+        let a = &self.architecture;
+        if a.further_blocks == 0 {
+            return Ok(());
+        }
+        let (mut ordinary, mut further) = (HashSet::new(), BTreeMap::<usize, Vec<&str>>::new());
+        for name in self.source.names() {
+            match a.inside_block(name) {
+                Some((block, inside)) if block < a.layers => _ = ordinary.insert(inside),
+                Some((block, inside)) if a.is_in_further_block(name) => {
+                    further.entry(block).or_default().push(inside);
+                }
+                _ => {}
+            }
+        }
+        let found = further.iter().find(|(_, tensors)| tensors.iter().all(|t| ordinary.contains(t)));
+        let Some((block, _)) = found else { return Ok(()) };
+        Err(Error::Config {
+            path: self.path.clone(),
+            field: "num_hidden_layers".into(),
+            reason: format!(
+                "is {}, but block {block} has the tensors of an ordinary block, and none that predict further tokens",
+                a.layers
+            ),
+            remedy: None,
+        })
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         // Rejects a configuration with more blocks than the checkpoint has tensors, before the blocks are expanded.
         let tensors = self.source.names().len();
@@ -239,6 +269,7 @@ impl Model {
                 remedy: None,
             });
         }
+        self.check_further_blocks()?;
         for (name, shape) in self.expected_outside() {
             self.check_float(&name, &shape)?;
         }
