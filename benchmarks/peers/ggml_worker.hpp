@@ -159,7 +159,13 @@ template <typename Product> ggml_backend_buffer_type_t choose(Cpu & cpu, Product
 template <typename Answer> int serve(int argc, char ** argv, const char * contestants, Answer answer) {
     if (argc != 3) return 2;
     ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
-    ggml_backend_load_all_from_path(argv[1]);
+    // A single library instead of the best of a directory.
+    const std::string libraries = argv[1];
+    if (libraries.size() > 3 && libraries.compare(libraries.size() - 3, 3, ".so") == 0) {
+        if (!ggml_backend_load(argv[1])) return 3;
+    } else {
+        ggml_backend_load_all_from_path(argv[1]);
+    }
     Cpu cpu(std::stoi(argv[2]));
     std::printf("{\"name\":\"ggml\",\"version\":\"%s, %s\",\"contestants\":[%s]}\n", ggml_version(),
                 variant().substr(variant().rfind('/') + 1).c_str(), contestants);

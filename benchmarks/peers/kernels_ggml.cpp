@@ -1,5 +1,7 @@
 // llama.cpp's ggml as a worker of `cargo study peers-kernels`: kernels_ggml LIBRARIES THREADS
 //
+// LIBRARIES is the directory of ggml's libraries, or the one to load.
+//
 // Reads requests from standard input and answers with lines of JSON, as benchmarks/kernels-worker does. Weights are
 // placed where llama.cpp itself would place them: in the buffer type that repacks them if it supports the product,
 // otherwise in plain memory. A pass is one graph with one product per copy of the weights. Each product quantizes the

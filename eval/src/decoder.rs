@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use quant_core::calibrate::{TextTokenizer, TokenizerSettings};
-use quant_core::model::{Decoder, HEAD_TILE, Head};
+use quant_core::model::{Decoder, HEAD_TILE, Head, HeadInputs};
 use quant_formats::{Error, Result};
 
 use crate::noise::disturb;
 use crate::score::{InMemory, Origin, Runner, StageInputs};
-use crate::vocabulary::{Output, TILE};
+use crate::vocabulary::{Output, Positions, TILE};
 use crate::{EncodedText, StoredReference, Tokenizer, Window};
 
 const _: () = assert!(TILE == HEAD_TILE, "a column must always be computed by the same product");
@@ -30,18 +30,18 @@ impl Output for Head<'_> {
         self.is_whole()
     }
 
-    fn tile(
-        &self,
-        inputs: &[f32],
-        columns: Range<usize>,
-        scratch: &mut Vec<f32>,
-        out: &mut Vec<f32>,
-    ) -> Result<()> {
-        self.logits(inputs, columns, scratch, out)
+    fn at<'s>(&'s self, inputs: &'s [f32]) -> Result<Box<dyn Positions + 's>> {
+        Ok(Box::new(self.at(inputs)?))
     }
 
     fn all_logits(&self, inputs: &[f32], out: &mut Vec<f32>) -> Result<()> {
         self.all_logits(inputs, out)
+    }
+}
+
+impl Positions for HeadInputs<'_> {
+    fn tile(&mut self, columns: Range<usize>, out: &mut Vec<f32>) -> Result<()> {
+        self.logits(columns, out)
     }
 }
 

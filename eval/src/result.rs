@@ -84,6 +84,17 @@ pub struct Tool {
     pub isa: String,
 }
 
+impl Tool {
+    /// The mark in [`isa`](Self::isa) of programs that multiply floats as sums of products of bf16. Their results
+    /// differ from those of `f32` in the last digits.
+    pub const BF16_PARTS: &str = ", floats in bf16 parts";
+
+    /// Whether floats were multiplied as sums of products of bf16.
+    pub fn multiplies_bf16_parts(&self) -> bool {
+        self.isa.contains(Self::BF16_PARTS)
+    }
+}
+
 /// A model. The fields belong to the [`SCHEMA`]: new ones require a new version of it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -19,7 +19,7 @@ use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use quant_core::model::{Decoder, Head, HeadParts, LogitsTransform};
+use quant_core::model::{Decoder, FloatProducts, Head, HeadParts, LogitsTransform};
 use quant_formats::checkpoint::{Dtype, parse_strictly};
 use quant_formats::wording::parser_message;
 use quant_formats::{CancelToken, Error, Observer, Result, system};
@@ -186,12 +186,29 @@ impl StoredReference {
         {
             "with different tokens".to_owned()
         } else {
-            return Ok(());
+            return self.check_products();
         };
         Err(Error::usage(
             format!("the stored reference {} was created {differs}", self.path.display()),
             "use the settings that it was created with, or create it again: ‹eval(MODEL, text=TEXT, \
             save_reference=FILE)›",
+        ))
+    }
+
+    /// Fails if floats were multiplied otherwise than they are now.
+    fn check_products(&self) -> Result<()> {
+        let now = FloatProducts::detect() == FloatProducts::Bf16Parts;
+        let (then, remedy) = match self.header.tool.multiplies_bf16_parts() {
+            then if then == now => return Ok(()),
+            true => ("bf16 parts", "use a processor with AMX, without QUANT_FLOAT_PRODUCTS=f32"),
+            false => ("f32", "set QUANT_FLOAT_PRODUCTS=f32"),
+        };
+        Err(Error::usage(
+            format!(
+                "the stored reference {} was created with products of floats in {then}",
+                self.path.display()
+            ),
+            format!("{remedy}, or create it again"),
         ))
     }
 

@@ -197,7 +197,7 @@ impl Case {
             packed.multiply_float(&rows, bias.as_deref(), &mut out, &Serial).unwrap();
             assert!(out.iter().all(|v| v.is_finite()), "{isa:?}");
         }
-        if let Some(token) = Bf16Token::detect() {
+        if let Some(token) = Bf16Token::available() {
             let (left, right) = (LeftBf16::pack(&x, k), RightBf16::pack(&vec![1.0; shape[0] * k], k));
             bf16_gemm(token, &left, 0, &right, &mut vec![0.0; m * n]);
         }

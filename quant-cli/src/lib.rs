@@ -157,7 +157,7 @@ fn run(cli: &cli::Cli, caller: Caller) -> quant_core::Result<u8> {
 ///
 /// # Errors
 /// [`Error::Memory`] if there is not enough memory for the threads' stacks; [`Error::Usage`] if `QUANT_ISA` is an
-/// unknown name or an instruction set that the processor does not have.
+/// unknown name or an instruction set that the processor does not have, or if `QUANT_FLOAT_PRODUCTS` is.
 pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
     quant_kernels_cpu::Isa::detect_checked().map_err(|error| Error::Usage {
         message: error.to_string(),
@@ -165,6 +165,7 @@ pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
                  of this processor"
             .into(),
     })?;
+    quant_core::model::FloatProducts::detect_checked()?;
     let all = || std::thread::available_parallelism().map_or(1, usize::from);
     let threads = asked.unwrap_or_else(all);
     allocator::check_room_for_threads(threads + 2)?;

@@ -2,7 +2,7 @@
 
 use quant_core::Result;
 use quant_core::checkpoint::file_sha256;
-use quant_core::model::{KvScheme, Model, kernels};
+use quant_core::model::{FloatProducts, KvScheme, Model, kernels};
 use quant_core::pipeline::QuantReport;
 use quant_evaluator::report::LinearCell;
 use quant_evaluator::{ModelIdentity, SchemeShare, Tool};
@@ -60,8 +60,8 @@ pub fn note_floats(model: &Model, on_gpu: bool, session: &Session) {
     }
 }
 
-/// Returns the processor's architecture and the widest vectors used for products. Sums in vectors of different widths
-/// round differently.
+/// Returns the processor's architecture, the widest vectors used for products, and how floats are multiplied. Sums in
+/// vectors of different widths round differently.
 fn isa() -> String {
     #[cfg(target_arch = "x86_64")]
     let vectors = match () {
@@ -71,7 +71,11 @@ fn isa() -> String {
     };
     #[cfg(not(target_arch = "x86_64"))]
     let vectors = "baseline";
-    format!("{} {vectors}", std::env::consts::ARCH)
+    let parts = match FloatProducts::detect() {
+        FloatProducts::F32 => "",
+        FloatProducts::Bf16Parts => Tool::BF16_PARTS,
+    };
+    format!("{} {vectors}{parts}", std::env::consts::ARCH)
 }
 
 /// Lists how the linears of a model's blocks are stored.

@@ -1,7 +1,7 @@
 //! `quant eval`: refused requests, edge cases of windows, HTML reports, and execution on the kernels.
 
 use quant_tests::files::copy_files;
-use quant_tests::program::{command, isa_values, quant};
+use quant_tests::program::{Running, command, isa_values, quant};
 use quant_tests::refusal::check_message;
 use quant_tests::{args, demo_model};
 
@@ -270,6 +270,53 @@ fn kernels_agree_with_dequantized_weights() {
     }
 }
 
+/// Float products in parts of bf16, here on the emulated tile unit, agree with those in `f32`. Results name them, and
+/// neither a gate nor a stored reference mixes them.
+#[test]
+fn floats_in_parts_agree_and_are_not_mixed() {
+    let scratch = tempfile::tempdir().unwrap();
+    let at = |name: &str| scratch.path().join(name);
+    let eval = |products: &str, more: Vec<std::ffi::OsString>| {
+        let text = ["--text", "builtin-heldout", "--window", "24", "--windows", "2"].map(Into::into);
+        let mut arguments = args!["eval", demo_model()];
+        arguments.extend(text.into_iter().chain(more));
+        let mut command = command(arguments);
+        command.env("QUANT_ISA", "amxemulated").env("QUANT_FLOAT_PRODUCTS", products);
+        Running::start(command).wait()
+    };
+    let json = |name: &str| -> serde_json::Value {
+        serde_json::from_slice(&std::fs::read(at(name)).unwrap()).unwrap()
+    };
+    let output = |name: &str| std::ffi::OsString::from(format!("--json={}", at(name).display()));
+    eval("f32", vec![output("f32.json"), "--save-reference".into(), at("f32.ref").into()]).succeeded();
+    // Parts are the default on this path.
+    eval("", vec![output("parts.json")]).succeeded();
+    let [plain, parts] = ["f32.json", "parts.json"].map(json);
+    let nll = |result: &serde_json::Value| result["perplexity"]["mean"].as_f64().unwrap().ln();
+    assert!((nll(&parts) / nll(&plain) - 1.0).abs() < 1e-6, "{} {}", nll(&parts), nll(&plain));
+    let isa = |result: &serde_json::Value| result["tool"]["isa"].as_str().unwrap().to_owned();
+    assert!(isa(&parts).ends_with(", floats in bf16 parts"), "{}", isa(&parts));
+    assert!(!isa(&plain).contains("parts"), "{}", isa(&plain));
+
+    let refused = eval("", vec!["--reference".into(), at("f32.ref").into()]);
+    check_message(
+        "f32",
+        &refused,
+        2,
+        &["was created with products of floats in f32", "QUANT_FLOAT_PRODUCTS=f32"],
+    );
+    let [baseline, policy] = ["baseline.json", "policy.toml"].map(at);
+    std::fs::write(&policy, "max_perplexity_increase_pct = 1.0\n").unwrap();
+    quant(args!["gate", at("f32.json"), "--baseline", &baseline, "--update"]).succeeded();
+    let mixed = quant(args!["gate", at("parts.json"), "--policy", policy, "--baseline", baseline]);
+    check_message(
+        "f32",
+        &mixed,
+        4,
+        &["different products of floats", "f32 in the baseline", "bf16 parts now"],
+    );
+}
+
 /// The same on the tile unit, here its emulation, which is slow: with activations in parts of bf16, and in integers.
 #[test]
 fn kernels_agree_on_emulated_tiles() {
@@ -282,7 +329,11 @@ fn kernels_agree_on_emulated_tiles() {
             let text = ["--text", "builtin-heldout", "--window", "48", "--windows", "1", "--json"];
             let mut arguments = args!["eval", &model, "--execution", execution];
             arguments.extend(text.map(Into::into));
-            let output = command(arguments).env("QUANT_ISA", isa).output().unwrap();
+            let mut command = command(arguments);
+            if scheme.contains("a8") {
+                command.env("QUANT_FLOAT_PRODUCTS", "f32");
+            }
+            let output = command.env("QUANT_ISA", isa).output().unwrap();
             assert!(output.status.success(), "{output:?}");
             let result: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
             (

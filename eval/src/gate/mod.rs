@@ -348,6 +348,19 @@ fn bind(baseline: &Baseline, path: &std::path::Path, results: &[(String, Evaluat
             let reason = format!("the {what} of `{}` differs: {differs}", name.escape_default());
             return Err(fault(reason, &update(&remedy)));
         }
+        let products = |e: &Evaluation| if e.tool.multiplies_bf16_parts() { "bf16 parts" } else { "f32" };
+        let (then, now) = (products(before), products(result));
+        if then != now {
+            let reason = format!(
+                "`{}` was measured with different products of floats: {then} in the baseline, {now} now",
+                name.escape_default()
+            );
+            let measure = match then {
+                "f32" => "measure with QUANT_FLOAT_PRODUCTS=f32",
+                _ => "measure on a processor with AMX, without QUANT_FLOAT_PRODUCTS=f32",
+            };
+            return Err(fault(reason, &update(measure)));
+        }
         let cache = |m: &ModelIdentity| m.kv_cache.map_or_else(|| "floats".to_owned(), |kv| kv.to_string());
         let caches = |e: &Evaluation| (cache(&e.model), e.reference.as_ref().map(&cache).unwrap_or_default());
         let (now, then) = (caches(result), caches(before));

@@ -48,19 +48,19 @@ pub(crate) trait Output: Sync {
         false
     }
 
-    /// Computes the logits of the tokens `columns`, `[positions, columns]`, on this thread. `scratch` is a buffer.
-    fn tile(
-        &self,
-        inputs: &[f32],
-        columns: Range<usize>,
-        scratch: &mut Vec<f32>,
-        out: &mut Vec<f32>,
-    ) -> Result<()>;
+    /// Prepares inputs `[positions, width]` for the logits of several ranges of tokens.
+    fn at<'s>(&'s self, inputs: &'s [f32]) -> Result<Box<dyn Positions + 's>>;
 
     /// Computes the logits of all tokens, `[positions, vocabulary]`.
     fn all_logits(&self, _inputs: &[f32], _out: &mut Vec<f32>) -> Result<()> {
         Err(Error::Internal("this output stage computes tiles".into()))
     }
+}
+
+/// Inputs of an output stage on one thread.
+pub(crate) trait Positions {
+    /// Computes the logits of the tokens `columns`, `[positions, columns]`.
+    fn tile(&mut self, columns: Range<usize>, out: &mut Vec<f32>) -> Result<()>;
 }
 
 /// The output stage of a model whose inputs are the logits, for a vocabulary of this size.
@@ -75,14 +75,20 @@ impl Output for Given {
         self.0
     }
 
-    fn tile(
-        &self,
-        inputs: &[f32],
-        columns: Range<usize>,
-        _scratch: &mut Vec<f32>,
-        out: &mut Vec<f32>,
-    ) -> Result<()> {
-        columns_of(inputs, self.0, columns, out);
+    fn at<'s>(&'s self, inputs: &'s [f32]) -> Result<Box<dyn Positions + 's>> {
+        Ok(Box::new(Logits { rows: inputs, vocab: self.0 }))
+    }
+}
+
+/// Logits that are in memory, `[positions, vocabulary]`.
+struct Logits<'a> {
+    rows: &'a [f32],
+    vocab: usize,
+}
+
+impl Positions for Logits<'_> {
+    fn tile(&mut self, columns: Range<usize>, out: &mut Vec<f32>) -> Result<()> {
+        columns_of(self.rows, self.vocab, columns, out);
         Ok(())
     }
 }
@@ -107,28 +113,25 @@ impl Source<'_> {
         &self.inputs[positions.start * width..positions.end * width]
     }
 
-    /// Computes the logits of these tokens at these positions. For a stage that [cannot compute
-    /// tiles](Output::is_whole), `whole` holds the logits of the whole vocabulary, starting at position `first`.
-    fn tile(
-        &self,
-        (rows, first): (Range<usize>, usize),
-        columns: Range<usize>,
-        whole: &[f32],
-        scratch: &mut Vec<f32>,
-        out: &mut Vec<f32>,
-    ) -> Result<()> {
+    /// Prepares these positions. For a stage that [cannot compute tiles](Output::is_whole), `whole` holds the logits of
+    /// the whole vocabulary, starting at position `first`.
+    fn at<'s>(
+        &'s self,
+        rows: Range<usize>,
+        first: usize,
+        whole: &'s [f32],
+    ) -> Result<Box<dyn Positions + 's>> {
         if !self.output.is_whole() {
-            return self.output.tile(self.part(rows), columns, scratch, out);
+            return self.output.at(self.part(rows));
         }
         let vocab = self.output.vocab();
-        columns_of(&whole[(rows.start - first) * vocab..(rows.end - first) * vocab], vocab, columns, out);
-        Ok(())
+        let rows = &whole[(rows.start - first) * vocab..(rows.end - first) * vocab];
+        Ok(Box::new(Logits { rows, vocab }))
     }
 }
 
 #[derive(Default)]
 struct Scratch {
-    weight: Vec<f32>,
     tiles: Vec<Vec<f32>>,
     terms: Vec<f64>,
 }
@@ -184,12 +187,15 @@ fn some_positions(
             let (first, column) = (positions.start + piece / stripes * part, piece % stripes * stripe);
             let rows = first..positions.end.min(first + part);
             let mut sums = vec![Sums::NONE; rows.len() * sources.len()];
+            let mut prepared = Vec::with_capacity(sources.len());
+            for (source, whole) in sources.iter().zip(&whole) {
+                prepared.push(source.at(rows.clone(), positions.start, whole)?);
+            }
             for start in (column..vocab.min(column + stripe)).step_by(TILE) {
                 let columns = start..vocab.min(start + TILE);
                 scratch.tiles.resize(sources.len(), Vec::new());
-                for ((source, whole), tile) in sources.iter().zip(&whole).zip(&mut scratch.tiles) {
-                    let rows = (rows.clone(), positions.start);
-                    source.tile(rows, columns.clone(), whole, &mut scratch.weight, tile)?;
+                for (source, tile) in prepared.iter_mut().zip(&mut scratch.tiles) {
+                    source.tile(columns.clone(), tile)?;
                 }
                 accumulate(
                     &mut sums,

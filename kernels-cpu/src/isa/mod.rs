@@ -152,13 +152,16 @@ impl Isa {
         FOUND.as_ref().copied().map_err(|(_, error)| error.clone())
     }
 
-    /// Whether dense bf16 products may use `vdpbf16ps`: the processor must have the instruction, and `QUANT_ISA` must
-    /// not name a path without it. This does not depend on which path is the fastest for linear layers.
+    /// Whether dense bf16 products may use `vdpbf16ps`: the processor must have the instruction. If `QUANT_ISA` names a
+    /// path, it must be that of the instruction, otherwise the instruction must not be known to be slow.
     pub(crate) fn dense_bf16() -> bool {
         let unnamed =
             std::env::var_os("QUANT_ISA").is_none_or(|name| name.to_string_lossy().trim().is_empty());
-        let named = matches!(Self::detect(), Self::Avx512Bf16 | Self::Amx);
-        Self::Avx512Bf16.is_available() && (unnamed || named)
+        let chosen = match unnamed {
+            true => !preference::is_slow(Self::Avx512Bf16),
+            false => Self::detect() == Self::Avx512Bf16,
+        };
+        chosen && Self::Avx512Bf16.is_available()
     }
 
     fn named(value: &str) -> Result<Self, (Self, KernelError)> {

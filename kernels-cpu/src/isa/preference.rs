@@ -34,10 +34,13 @@ const SLOW_PATHS: [SlowPath; 1] = [
 const SLOW_PATHS: [SlowPath; 0] = [];
 
 pub(super) fn fastest() -> Isa {
+    Isa::available().filter(|&isa| !is_slow(isa)).last().unwrap_or(Isa::Scalar)
+}
+
+/// Whether the table lists this path for the processor.
+pub(super) fn is_slow(isa: Isa) -> bool {
     let vendor = vendor();
-    let slow =
-        |isa: Isa| SLOW_PATHS.iter().any(|k| k.slow == isa && k.vendor.as_bytes() == vendor && (k.applies)());
-    Isa::available().filter(|&isa| !slow(isa)).last().unwrap_or(Isa::Scalar)
+    SLOW_PATHS.iter().any(|k| k.slow == isa && k.vendor.as_bytes() == vendor && (k.applies)())
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use super::linear::multiply_tile;
+use super::linear::ProductTiles;
 use super::soft_cap::soft_cap_in_place;
 use super::{Linear, LogitsTransform, WeightBody, WeightRows};
 use crate::checkpoint::Dtype;
@@ -117,29 +117,13 @@ impl<'a> Head<'a> {
         }
     }
 
-    /// Computes the logits of the tokens `columns` for [`inputs`](Self::inputs) `[m, width]`, on this thread. The
-    /// result `out` is `[m, columns]`. `scratch` is a buffer for the rows of the weight; callers pass at most
-    /// [`HEAD_TILE`] columns, to limit its size.
+    /// Prepares [`inputs`](Self::inputs) `[m, width]` for the logits of several ranges of tokens, on this thread.
     ///
     /// # Errors
-    /// When the head [is whole](Self::is_whole), or its weight cannot be dequantized.
-    ///
-    /// # Panics
-    /// When a column is out of range, or lengths do not match.
-    pub fn logits(
-        &self,
-        inputs: &[f32],
-        columns: Range<usize>,
-        scratch: &mut Vec<f32>,
-        out: &mut Vec<f32>,
-    ) -> Result<()> {
+    /// When the head [is whole](Self::is_whole), or memory allocation fails.
+    pub fn at<'h>(&'h self, inputs: &'h [f32]) -> Result<HeadInputs<'h>> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::Internal("a packed head has no tiles".into()))?;
-        let m = inputs.len().checked_div(self.width()).unwrap_or(0);
-        out.resize(m * columns.len(), 0.0);
-        let weight = rows.rows(columns.clone(), scratch)?;
-        multiply_tile(inputs, weight, self.width(), [m, columns.len()], out);
-        self.finish(columns, out);
-        Ok(())
+        Ok(HeadInputs { head: self, rows, product: ProductTiles::new(inputs, rows)? })
     }
 
     /// Computes the logits of all tokens, `[m, vocabulary]`.
@@ -168,6 +152,30 @@ impl<'a> Head<'a> {
         if let Some(cap) = softcap {
             soft_cap_in_place(out, cap);
         }
+    }
+}
+
+/// Inputs of a head, prepared for the logits of several ranges of tokens.
+#[derive(Debug)]
+pub struct HeadInputs<'h> {
+    head: &'h Head<'h>,
+    rows: &'h WeightRows<'h>,
+    product: ProductTiles<'h>,
+}
+
+impl HeadInputs<'_> {
+    /// Computes the logits of the tokens `columns`, `[m, columns]`, on this thread. Callers pass at most [`HEAD_TILE`]
+    /// columns, to limit the size of the buffers that the inputs keep for the next call.
+    ///
+    /// # Errors
+    /// When the weight cannot be dequantized.
+    ///
+    /// # Panics
+    /// When a column is out of range.
+    pub fn logits(&mut self, columns: Range<usize>, out: &mut Vec<f32>) -> Result<()> {
+        self.product.multiply(self.rows, columns.clone(), out)?;
+        self.head.finish(columns, out);
+        Ok(())
     }
 }
 

@@ -54,11 +54,12 @@ pub use cache::{LayerCache, SequenceCache};
 pub use decoder::Decoder;
 pub(crate) use embeddings::EmbeddingNorm;
 pub(crate) use experts::add_expert;
-pub use head::{HEAD_TILE, Head, HeadParts};
+pub use head::{HEAD_TILE, Head, HeadInputs, HeadParts};
 pub use kv::{KvCaching, round_cached};
 pub use kv_scales::{CachedValue, KvScales, NoCacheScales, cached_values};
 pub use linear::{
-    BlockWeight, CudaLinear, CudaRunner, Linear, StoredWeight, WeightBody, WeightRows, kernels, multiply,
+    BlockWeight, CudaLinear, CudaRunner, FloatProducts, Linear, StoredWeight, WeightBody, WeightRows,
+    kernels, multiply,
 };
 pub use load::{Carried, Model};
 pub use norm::Norm;

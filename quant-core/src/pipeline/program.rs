@@ -8,6 +8,7 @@ use quant_kernels_cpu::Isa;
 use serde::Serialize;
 
 use crate::checkpoint::file_blake3;
+use crate::model::FloatProducts;
 use crate::{CancelToken, Error, Result};
 
 /// A build of the program, and the instructions it uses.
@@ -20,6 +21,8 @@ pub struct Program {
     instruction_set: &'static str,
     /// The widest instruction set of the processor. Matrix products that do not run in quant's kernels depend on it.
     processor: &'static str,
+    /// How floats are multiplied, as named in `QUANT_FLOAT_PRODUCTS`.
+    float_products: &'static str,
 }
 
 impl Program {
@@ -43,6 +46,7 @@ impl Program {
             executable_blake3: file_blake3(path, cancel)?,
             instruction_set: Isa::detect().name(),
             processor: Isa::available().last().unwrap_or(Isa::Scalar).name(),
+            float_products: FloatProducts::detect().name(),
         })
     }
 }

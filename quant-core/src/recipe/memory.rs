@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{Action, PassPlan, Plan};
 use crate::ThreadMemory;
 use crate::calibrate::{Mask, Packing, Residence};
-use crate::model::{BlockGraph, BlockKind, Model, NodeId};
+use crate::model::{BlockGraph, BlockKind, FloatProducts, Model, NodeId};
 use crate::round::RoundingMemory;
 use crate::transform::{Search, Workload};
 
@@ -274,9 +274,10 @@ impl Plan {
         let length = self.sampling.length as u64;
         // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
         // linears.
-        let linears = graph.linears().filter(|(id, ..)| self.passes_through(graph, *id));
-        let widest: u64 = linears.map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
-        match self.method.search_mode(&self.settings).unwrap_or_default() {
+        let linears = || graph.linears().filter(|(id, ..)| self.passes_through(graph, *id));
+        let widest: u64 = linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
+        let deepest = linears().map(|(_, _, [_, k], _)| k).max().unwrap_or(0);
+        let values = match self.method.search_mode(&self.settings).unwrap_or_default() {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
                 let attended: u64 = graph
@@ -288,7 +289,8 @@ impl Plan {
                 (4 * attended).saturating_mul(length).saturating_add(12 * widest * CHUNK_TOKENS)
             }
             _ => (12 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
-        }
+        };
+        values.saturating_add(FloatProducts::detect().memory(deepest, tokens))
     }
 
     /// The memory for the outputs of all experts of a block for the tokens that go through the block at a time.

@@ -25,7 +25,7 @@ use serde_json::{Map, Value, json};
 use super::candidates::{Candidate, Choice, choose_exactly};
 use super::findings::{from_text, to_text};
 use super::objective::Objective;
-use super::sample::{PLACE_BYTES, RaceShape};
+use super::sample::{PLACE_BYTES, RaceShape, mixes_tokens};
 use super::statistics::{InputStatistics, Kept, Wanted};
 use super::{
     BlockTask, ChannelOutlier, FoldRecord, Needs, Rewrite, SCALE_CANDIDATES, Search, SearchWork, StepKey,
@@ -57,6 +57,8 @@ pub(super) fn groups(graph: &BlockGraph) -> Vec<FoldGroup> {
     graph.fold_groups().into_iter().filter(|g| g.repeat == 1).collect()
 }
 
+/// The largest memory of a candidate that the allocator keeps while the next one is computed.
+const FREED_BYTES: u64 = 64 << 20;
 /// The bytes of the record of a search, besides scales.
 const FOUND_BYTES: u64 = 4096;
 
@@ -155,17 +157,20 @@ fn race_memory(work: &Workload<'_>, group: &FoldGroup, kept: Kept) -> u64 {
     // The last round takes as many tokens as all rounds before it.
     let token = shape.token_bytes(group.consumers.len() == 1, differences);
     let round = kept.tokens.div_ceil(2).saturating_mul(token);
-    let piece = race::piece(differences, work.sampling.length) as u64;
+    // If no token depends on another, a piece need not hold whole windows.
+    let length = if mixes_tokens(work.graph, group) { work.sampling.length } else { 1 };
+    let piece = race::piece(differences, length) as u64;
     let round = match work.residence {
         Residence::Memory => round,
         // A round processes at least one piece at a time.
         Residence::Files { round_bytes, .. } => round.min(round_bytes.max(piece.saturating_mul(token))),
     };
     let values = 4 * (shape.outputs + 2 * shape.read + shape.inspected) as u64;
-    // Rounds are short if the batch is in files, and the allocator may still keep most of the previous candidate.
+    // Rounds are short if the batch is in files, and the allocator may still keep most of the previous candidate. It
+    // takes longer to compute a large candidate than the allocator keeps the memory of the one before.
     let freed = match work.residence {
         Residence::Memory => 0,
-        Residence::Files { .. } => candidate / 4 * 3,
+        Residence::Files { .. } => (candidate / 4 * 3).min(FREED_BYTES),
     };
     candidate.saturating_add(freed).saturating_add(round).saturating_add(piece.saturating_mul(values))
 }
@@ -265,8 +270,7 @@ fn scale_work(work: &Workload<'_>) -> SearchWork {
             Search::Reference => 1.0,
         };
         let watched = if group.consumers.len() == 1 { 0.0 } else { work.weights(group.inspected) };
-        let mixes = work.graph.mixes_tokens(group.input, group.inspected);
-        let attention = if mixes { work.mixing_operations() } else { 0.0 };
+        let attention = if mixes_tokens(work.graph, &group) { work.mixing_operations() } else { 0.0 };
         let own: f64 = group.consumers.iter().map(|&c| work.weights(c) * work.graph.share_of_tokens(c)).sum();
         all.operations += candidates * share * (2.0 * work.tokens() * (own + watched) + attention);
     }

@@ -20,7 +20,7 @@ pub(super) const SCHEMA: &str = "quant-job/3";
 /// The maximum size of a record, which lists the scheme of every linear.
 const MAX_BYTES: u64 = 256 << 20;
 const MAX_LISTED: usize = 8;
-const MACHINE: [&str; 2] = ["instruction_set", "processor"];
+const MACHINE: [&str; 3] = ["instruction_set", "processor", "float_products"];
 
 /// The contents of `job.json`.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -1,6 +1,7 @@
 //! Code that several commands share.
 
 pub mod base;
+pub mod energy;
 pub mod excerpt;
 pub mod host;
 pub mod llama;

@@ -51,6 +51,10 @@ pub struct Args {
     /// (record `peers-kernels-gguf`)
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
+    /// Limit all contestants to these instructions; peers that cannot be limited are left out (record
+    /// `peers-kernels-avx2`)
+    #[arg(long, conflicts_with = "only")]
+    level: Option<install::Level>,
     /// Turns per contestant
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -85,10 +89,17 @@ pub fn run(args: &Args) -> Result<()> {
     }
     ensure!(args.rounds > 0 && args.milliseconds > 0, "nothing to measure");
     let shapes = args.shapes.iter().map(|s| shape(s)).collect::<Result<Vec<_>>>()?;
-    let programs = install::programs(&args.peers, args.program.as_deref())?;
-    let kept =
-        target_dir().join("peers-kernels").join(format!("{}.csv", clean_commit().unwrap_or("trial".into())));
+    let programs = install::programs(&args.peers, args.program.as_deref(), args.level)?;
+    let folder = if args.level.is_some() { "peers-kernels-avx2" } else { "peers-kernels" };
+    let kept = target_dir().join(folder).join(format!("{}.csv", clean_commit().unwrap_or("trial".into())));
     let mut measured = Measured::default();
+    if args.level.is_some() {
+        for (peer, why) in
+            install::Level::UNLIMITED.iter().filter(|(peer, _)| args.peers.iter().any(|p| p == peer))
+        {
+            measured.note(peer, "left out", why);
+        }
+    }
     for &threads in &args.threads {
         let cpus = worker::cpus(threads)?;
         let mut workers = Vec::new();
@@ -130,8 +141,15 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let (body, csv) = (measured.page(&notes(&args, measured.rotated)), measured.csv());
     let record = Record {
-        benchmark: if args.only.is_empty() { "peers-kernels" } else { "peers-kernels-gguf" },
-        title: "Linear kernels: ours and other libraries'".into(),
+        benchmark: match args.level {
+            Some(install::Level::Avx2) => "peers-kernels-avx2",
+            None if args.only.is_empty() => "peers-kernels",
+            None => "peers-kernels-gguf",
+        },
+        title: match args.level {
+            Some(install::Level::Avx2) => "Linear kernels with AVX2: ours and other libraries'".into(),
+            None => "Linear kernels: ours and other libraries'".into(),
+        },
         command: typed_command(),
         body,
         csv,
@@ -174,7 +192,14 @@ fn notes(args: &Args, rotated: usize) -> String {
         rotated >> 20,
         100.0 * ERRORS[0],
         100.0 * ERRORS[1],
-    )
+    ) + match args.level {
+        Some(install::Level::Avx2) => {
+            "\nEvery contestant is limited to AVX2: quant by QUANT_ISA, ggml by loading its library for Haswell, candle \
+             by its build, and PyTorch and OpenVINO by the variables of their libraries (ATEN_CPU_CAPABILITY, \
+             ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS).\n"
+        }
+        None => "",
+    }
 }
 
 /// Bytes of all copies of a matrix that each contestant keeps: more than the last-level cache holds, but at most half

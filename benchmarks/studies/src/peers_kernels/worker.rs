@@ -23,6 +23,8 @@ const THREADS: [&str; 8] = [
 pub struct Program {
     /// The command and its arguments.
     pub command: Vec<String>,
+    /// Environment variables, such as those that limit the instruction set.
+    pub variables: &'static [(&'static str, &'static str)],
 }
 
 /// A peer that waits for requests.
@@ -65,6 +67,7 @@ impl Worker {
         command.env_clear().envs(THREADS.map(|name| (name, threads.to_string())));
         command.envs(["PATH", "HOME"].iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
         command.envs([("OMP_DYNAMIC", "false"), ("MKL_DYNAMIC", "false"), ("PYTHONDONTWRITEBYTECODE", "1")]);
+        command.envs(program.variables.iter().copied());
         let errors = tempfile::tempfile().context("cannot create a file for the peer's standard error")?;
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors.try_clone()?);
         let mut child = command.spawn().context("cannot start `taskset`")?;
@@ -245,7 +248,7 @@ mod tests {
                 prepare) echo '{"bytes":8,"note":"n"}';; run) echo '{"seconds":[0.5,0.25]}';;
                 tokens) echo '{"error":0.125}';; *) echo '{"failed":"why"}';; esac; done"#;
         let command = ["bash", "-c", script].map(str::to_owned).to_vec();
-        let mut worker = Worker::start(&Program { command }, 1, &cpus(1).unwrap()).unwrap();
+        let mut worker = Worker::start(&Program { command, variables: &[] }, 1, &cpus(1).unwrap()).unwrap();
         assert_eq!((worker.name.as_str(), worker.contestants.len()), ("a", 1));
         assert_eq!(worker.prepare("q", [1, 2], 3).unwrap().bytes, 8);
         assert_eq!(worker.tokens("q", 1, true).unwrap(), 0.125);
@@ -257,7 +260,7 @@ mod tests {
     fn a_worker_that_ends_is_reported_with_its_errors() {
         let script = r#"echo '{"name":"a","version":"1","contestants":["q"]}'; read line; echo 'no memory' >&2; exit 3"#;
         let command = ["bash", "-c", script].map(str::to_owned).to_vec();
-        let mut worker = Worker::start(&Program { command }, 1, &cpus(1).unwrap()).unwrap();
+        let mut worker = Worker::start(&Program { command, variables: &[] }, 1, &cpus(1).unwrap()).unwrap();
         let error = worker.limits().unwrap_err().to_string();
         assert!(error.contains("exit status: 3") && error.contains("no memory"), "{error}");
         worker.release_all();

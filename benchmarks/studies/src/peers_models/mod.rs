@@ -2,8 +2,11 @@
 //! runs.
 //!
 //! The model is a synthetic one in the shape of Llama 3.2 1B or, with `--experts`, of Qwen3-30B-A3B with fewer blocks.
-//! llama.cpp quantizes it itself; vLLM loads the checkpoints of quant. Each turn is a separate process on the same cores, which runs everything twice; only the second run
-//! counts.
+//! llama.cpp quantizes it itself; vLLM loads the checkpoints of quant. Each turn is a separate process on the same
+//! cores, which runs everything twice; only the second run counts.
+//!
+//! If the system exposes the energy of the processor packages, two further processes per turn do less work, and the
+//! differences are the energy per token.
 
 mod experts;
 
@@ -14,6 +17,7 @@ use std::process::Command;
 use anyhow::{Context, Error, Result, ensure};
 use serde_json::Value;
 use xtask::bench_rtn::{quant_binary, synthetic_model};
+use xtask::support::energy::Packages;
 use xtask::support::host::clean_commit;
 use xtask::support::measure::median;
 use xtask::support::record::{Record, table, typed_command};
@@ -22,6 +26,9 @@ use xtask::support::shell::{self, output, remove_dir, root, target_dir};
 use crate::peers_kernels::cpus;
 use crate::support::llama_cpp::LlamaCpp;
 use crate::support::venv::{kernels_python, vllm_python};
+
+const HEADER: &str = "threads,round,name,bytes,prefill_tokens_per_second,decode_tokens_per_second,\
+                      joules_per_prefill_token,joules_per_decode_token";
 
 /// What to measure.
 #[derive(Debug, Clone, clap::Args)]
@@ -95,6 +102,8 @@ struct Programs {
 struct Rates {
     prefill: f64,
     decode: f64,
+    /// Joules per token of the prompt and per generated token, if they can be measured.
+    joules: Option<[f64; 2]>,
 }
 
 /// Measures and writes the record.
@@ -109,17 +118,17 @@ pub fn run(args: &Args) -> Result<()> {
     }
     ensure!(args.rounds > 0 && args.prefill > 0 && args.decode > 0, "nothing to measure");
     let programs = Programs::install(&args)?;
+    let packages = Packages::of_this_machine();
     let contestants = contestants(&args, &programs)?;
 
-    let mut csv =
-        vec!["threads,round,name,bytes,prefill_tokens_per_second,decode_tokens_per_second".to_owned()];
+    let mut csv = vec![HEADER.to_owned()];
     let (mut body, mut versions) = (String::new(), BTreeMap::new());
     for &threads in &args.threads {
         let mut results: Vec<Result<Vec<Rates>>> = contestants.iter().map(|_| Ok(Vec::new())).collect();
         for round in 0..args.rounds {
             for (contestant, result) in contestants.iter().zip(&mut results) {
                 let Ok(rates) = result else { continue };
-                let one = match programs.turn(&args, contestant, threads) {
+                let one = match programs.turn_with_energy(&args, contestant, threads, packages.as_ref()) {
                     Ok((one, version)) => {
                         versions.extend(version.map(|version| (contestant.engine.name(), version)));
                         one
@@ -135,8 +144,9 @@ pub fn run(args: &Args) -> Result<()> {
                     "{threads} thread(s), {}: prefill {:.1}, decode {:.1} tokens/s",
                     contestant.name, one.prefill, one.decode
                 );
+                let joules = one.joules.map_or_else(|| ",".to_owned(), |[p, d]| format!("{p:.4},{d:.4}"));
                 csv.push(format!(
-                    "{threads},{round},{},{},{:.3},{:.3}",
+                    "{threads},{round},{},{},{:.3},{:.3},{joules}",
                     contestant.name, contestant.bytes, one.prefill, one.decode
                 ));
                 rates.push(one);
@@ -169,13 +179,17 @@ pub fn run(args: &Args) -> Result<()> {
              quantizes the model itself, including the head, and runs its library code for this processor, with its \
              default repacking of weights and its own threads. {}Versions: {}. A prompt of {} tokens is processed at once, then {} tokens are generated greedily. Each \
              turn is a process that does both twice, and the second time counts. In each of the {} rounds, every \
-             program has a turn on the same cores. The table has medians; ratios are computed per round.\n\n{body}",
+             program has a turn on the same cores. The table has medians; ratios are computed per round. {}\n\n{body}",
             if args.float_head { "bf16" } else { "quantized like the other linears" },
             if args.vllm { "vLLM loads quant's checkpoints and computes in bf16. " } else { "" },
             versions.iter().map(|(name, version)| format!("{name} {version}")).collect::<Vec<_>>().join("; "),
             args.prefill,
             args.decode,
-            args.rounds
+            args.rounds,
+            match packages {
+                Some(_) => "Energy is that of all processor packages, by the counters of the system.",
+                None => "This system exposes no energy counters.",
+            }
         ),
         csv,
     };
@@ -227,9 +241,42 @@ impl Programs {
         Ok((program, installed.libraries()))
     }
 
-    /// Runs a contestant once. Returns its rates and the version of its engine, if it reports one.
-    fn turn(&self, args: &Args, contestant: &Contestant, threads: usize) -> Result<(Rates, Option<String>)> {
-        let counts = [args.prefill, args.decode, 2].map(|n| n.to_string());
+    /// Runs a contestant. Returns its rates, with the energy if it can be measured, and the version of its engine, if
+    /// it reports one.
+    fn turn_with_energy(
+        &self,
+        args: &Args,
+        contestant: &Contestant,
+        threads: usize,
+        packages: Option<&Packages>,
+    ) -> Result<(Rates, Option<String>)> {
+        let measured = |decode: usize, repeat: usize| {
+            let before = packages.and_then(Packages::read);
+            let turn = self.turn(args, contestant, threads, [args.prefill, decode, repeat])?;
+            let after = packages.and_then(Packages::read);
+            let joules =
+                packages.zip(before.zip(after)).map(|(p, (before, after))| p.joules(&before, &after));
+            Ok::<_, Error>((turn, joules))
+        };
+        let ((mut rates, version), Some(all)) = measured(args.decode, 2)? else {
+            return self.turn(args, contestant, threads, [args.prefill, args.decode, 2]);
+        };
+        if let ((_, Some(prompts)), (_, Some(prompt))) = (measured(1, 2)?, measured(1, 1)?) {
+            rates.joules = Some(joules_per_token([all, prompts, prompt], args.prefill, args.decode));
+        }
+        Ok((rates, version))
+    }
+
+    /// Runs a contestant in one process, with this many tokens of the prompt, generated tokens and repetitions.
+    fn turn(
+        &self,
+        args: &Args,
+        contestant: &Contestant,
+        threads: usize,
+        counts: [usize; 3],
+    ) -> Result<(Rates, Option<String>)> {
+        let decoded = counts[1];
+        let counts = counts.map(|n| n.to_string());
         let [prefill, decode, repeat] = &counts;
         let threads_text = threads.to_string();
         let mut command = Command::new("taskset");
@@ -261,7 +308,7 @@ impl Programs {
         let report: Value = serde_json::from_str(printed.lines().last().unwrap_or_default())
             .or_else(|_| serde_json::from_str(&printed))
             .with_context(|| format!("the report of {} is not JSON", contestant.name))?;
-        let rates = rates_of(&report, args).context("the report has an unexpected form")?;
+        let rates = rates_of(&report, args.prefill, decoded).context("the report has an unexpected form")?;
         Ok((rates, report["version"].as_str().map(str::to_owned)))
     }
 }
@@ -325,20 +372,29 @@ fn linear_bytes(dir: &Path) -> Result<u64> {
 }
 
 /// The rates of the last repetition: `[seconds]` from the peers' programs, `{"seconds": [seconds]}` from `quant`.
-fn rates_of(report: &Value, args: &Args) -> Option<Rates> {
+fn rates_of(report: &Value, prefill: usize, decode: usize) -> Option<Rates> {
     let last = |name: &str| {
         let seconds = report[name].get("seconds").unwrap_or(&report[name]);
         seconds.as_array()?.last()?.as_f64()
     };
     Some(Rates {
-        prefill: args.prefill as f64 / last("prefill")?,
-        decode: args.decode as f64 / last("decode")?,
+        prefill: prefill as f64 / last("prefill")?,
+        decode: decode as f64 / last("decode")?,
+        joules: None,
     })
+}
+
+/// The joules per token of the prompt and per generated token, from those of three processes: with two prompts, each
+/// followed by `decode` tokens; with two prompts, each followed by one token; and with one prompt followed by one token.
+fn joules_per_token([all, prompts, prompt]: [f64; 3], prefill: usize, decode: usize) -> [f64; 2] {
+    let generated = 2 * decode.saturating_sub(1).max(1);
+    [(prompts - prompt) / prefill as f64, (all - prompts) / generated as f64]
 }
 
 fn part(threads: usize, contestants: &[Contestant], results: &[Result<Vec<Rates>>]) -> String {
     let mut rows = Vec::new();
     let mut skipped = Vec::new();
+    let mut has_energy = false;
     for (contestant, result) in contestants.iter().zip(results) {
         let rates = match result {
             Ok(rates) => rates,
@@ -354,11 +410,29 @@ fn part(threads: usize, contestants: &[Contestant], results: &[Result<Vec<Rates>
             let ratios = base.map(|base| base.iter().zip(rates).map(|(quant, other)| of(quant) / of(other)));
             row.push(ratios.map_or_else(String::new, |ratios| format!("{:.2}", median(ratios))));
         }
+        let joules: Option<Vec<[f64; 2]>> = rates.iter().map(|rates| rates.joules).collect();
+        has_energy |= joules.is_some();
+        row.extend([0, 1].map(|i| {
+            joules
+                .as_ref()
+                .map_or_else(String::new, |all| format!("{:.3}", median(all.iter().map(|one| one[i]))))
+        }));
         rows.push(row);
     }
-    let header =
-        ["", "MB", "prefill, tokens/s", "speed-up of quant", "decode, tokens/s", "speed-up of quant"];
-    format!("### {threads} thread(s)\n\n{}{}\n", table(&header, &rows), skipped.concat())
+    let header = [
+        "",
+        "MB",
+        "prefill, tokens/s",
+        "speed-up of quant",
+        "decode, tokens/s",
+        "speed-up of quant",
+        "prefill, J/token",
+        "decode, J/token",
+    ];
+    let columns = if has_energy { header.len() } else { header.len() - 2 };
+    rows.iter_mut().for_each(|row| row.truncate(columns));
+    let header = &header[..columns];
+    format!("### {threads} thread(s)\n\n{}{}\n", table(header, &rows), skipped.concat())
 }
 
 fn left_out(name: &str, error: &Error) -> String {
@@ -377,7 +451,7 @@ mod tests {
 
     #[test]
     fn speed_ups_are_computed_per_round_against_the_own_base() {
-        let rate = |prefill| Rates { prefill, decode: 1.0 };
+        let rate = |prefill| Rates { prefill, decode: 1.0, joules: None };
         let contestants = [
             contestant(Engine::Quant, "quant a", 0),
             contestant(Engine::LlamaCpp, "llama.cpp", 0),
@@ -392,10 +466,25 @@ mod tests {
     }
 
     #[test]
+    fn energy_per_token_is_shown_if_it_was_measured() {
+        // 100 J to load, 64 J per prompt, 2 J per generated token.
+        let all = [100.0 + 2.0 * (64.0 + 9.0 * 2.0), 100.0 + 2.0 * (64.0 + 2.0), 100.0 + 64.0 + 2.0];
+        let joules = joules_per_token(all, 32, 9);
+        assert_eq!(joules, [66.0 / 32.0, 2.0]);
+        let contestants =
+            [contestant(Engine::Quant, "quant", 0), contestant(Engine::LlamaCpp, "llama.cpp", 0)];
+        let rates = |joules| Ok(vec![Rates { prefill: 4.0, decode: 1.0, joules }]);
+        let text = part(1, &contestants, &[rates(Some(joules)), rates(None)]);
+        assert!(text.contains("J/token") && text.contains("| 2.062 | 2.000 |"), "{text}");
+        let text = part(1, &contestants, &[rates(None), rates(None)]);
+        assert!(!text.contains("J/token"), "{text}");
+    }
+
+    #[test]
     fn a_peer_that_failed_is_named_with_its_error() {
         let contestants = [contestant(Engine::Quant, "quant", 0), contestant(Engine::Vllm, "vLLM", 0)];
         let results = [
-            Ok(vec![Rates { prefill: 1.0, decode: 1.0 }]),
+            Ok(vec![Rates { prefill: 1.0, decode: 1.0, joules: None }]),
             Err(Error::msg("`python` ended with exit status: 1:\nTraceback\nValueError: no kernel\n")),
         ];
         let part = part(1, &contestants, &results);

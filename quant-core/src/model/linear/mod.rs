@@ -4,6 +4,7 @@ mod blocks;
 mod body;
 #[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
 mod cuda;
+mod parts;
 mod product;
 mod rows;
 mod stored;
@@ -18,9 +19,10 @@ pub use blocks::BlockWeight;
 pub use body::WeightBody;
 pub(super) use body::kernel_error;
 pub use cuda::{CudaLinear, CudaRunner};
+pub use parts::FloatProducts;
 use product::Product;
+pub(super) use product::ProductTiles;
 pub use product::multiply;
-pub(super) use product::multiply_tile;
 pub use rows::WeightRows;
 pub use stored::StoredWeight;
 

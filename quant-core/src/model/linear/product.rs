@@ -3,20 +3,27 @@
 //! The tiles depend only on the shapes, and every output element is computed inside one tile, so the result does not
 //! depend on the number of threads. A weight that is not `f32` is widened or dequantized one tile at a time.
 
+use std::ops::Range;
+
 use candle_core::{CpuStorage, CustomOp1, Layout, Shape};
 use faer::linalg::matmul::matmul;
 use faer::{Accum, MatMut, MatRef, Par};
+use quant_kernels_cpu::{IsaToken, Rayon, Serial};
 use rayon::prelude::*;
 
 use super::body::kernel_error;
 use super::cuda::failed;
+use super::parts::{FloatProducts, Left, Scratch};
 use super::{WeightBody, WeightRows};
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
-const TILE_N: usize = 256;
+pub(super) const TILE_N: usize = 256;
 /// Tokens per tile: enough that widening the weight's tile is a small part of the work.
 const TILE_M: usize = 2048;
+/// Tokens that are multiplied at a time if they are packed in parts: enough that packing the weight's tile is a small
+/// part of the work.
+pub(super) const PARTS_M: usize = 1024;
 /// For up to this many tokens, plain dot products are faster than packing for a matrix product.
 const FEW_TOKENS: usize = 4;
 /// Rows of a float weight that are widened at a time for few tokens, so that they are still in a cache when they are
@@ -49,6 +56,50 @@ pub fn multiply(x: &[f32], weight: &WeightBody, m: usize, out: &mut [f32]) -> Re
 
 /// [`multiply`] with rows that are in memory.
 fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) -> Result<()> {
+    match FloatProducts::detect() {
+        FloatProducts::Bf16Parts if m > FEW_TOKENS => multiply_in_parts(IsaToken::detect(), x, weight, out),
+        _ => multiply_in_f32(x, weight, m, out),
+    }
+}
+
+fn multiply_in_parts(token: IsaToken, x: &[f32], weight: &WeightRows<'_>, out: &mut [f32]) -> Result<()> {
+    let [n, k] = weight.shape();
+    if out.is_empty() || k == 0 {
+        out.fill(0.0);
+        return Ok(());
+    }
+    for (x, out) in x.chunks(PARTS_M * k).zip(out.chunks_mut(PARTS_M * n)) {
+        let left = Left::new(token, x, k, weight.is_bf16(), &Rayon)?;
+        let m = left.m();
+        let mut columns = Vec::new();
+        let mut rest = MatMut::from_row_major_slice_mut(out, m, n);
+        let tile_n = tile_width(n);
+        while rest.ncols() > 0 {
+            let width = tile_n.min(rest.ncols());
+            let (tile, right) = rest.split_at_col_mut(width);
+            columns.push((n - right.ncols() - width, tile));
+            rest = right;
+        }
+        columns.into_par_iter().try_for_each_init(
+            || (Vec::new(), Vec::new(), Scratch::default()),
+            |(widened, product, scratch), (column, mut tile)| {
+                let width = tile.ncols();
+                product.resize(m * width, 0.0);
+                left.multiply(weight.rows(column..column + width, widened)?, product, scratch)?;
+                tile.copy_from(MatRef::from_row_major_slice(product, m, width));
+                Ok::<(), Error>(())
+            },
+        )?;
+    }
+    Ok(())
+}
+
+/// The columns of a tile. Narrow outputs get narrower tiles, so that up to eight threads have work.
+fn tile_width(n: usize) -> usize {
+    TILE_N.min(n.div_ceil(8).next_multiple_of(16))
+}
+
+fn multiply_in_f32(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) -> Result<()> {
     let [n, k] = weight.shape();
     if out.is_empty() {
         return Ok(());
@@ -57,8 +108,7 @@ fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) 
         out.fill(0.0);
         return Ok(());
     }
-    // Narrow outputs get narrower tiles, so that up to eight threads have work.
-    let tile_n = TILE_N.min(n.div_ceil(8).next_multiple_of(16));
+    let tile_n = tile_width(n);
     let mut tiles = Vec::new();
     let mut rest = MatMut::from_row_major_slice_mut(out, m, n);
     let mut row = 0;
@@ -96,17 +146,57 @@ fn multiply_rows(x: &[f32], weight: &WeightRows<'_>, m: usize, out: &mut [f32]) 
     })
 }
 
+/// The left operand `[m, k]` of products with many tiles of a weight, one after the other on this thread.
+#[derive(Debug)]
+pub(in crate::model) struct ProductTiles<'x> {
+    x: &'x [f32],
+    k: usize,
+    /// The operand in parts, if it is multiplied so.
+    left: Option<Left>,
+    widened: Vec<f32>,
+    scratch: Scratch,
+}
+
+impl<'x> ProductTiles<'x> {
+    /// Prepares `x` for products with tiles of `weight`.
+    pub(in crate::model) fn new(x: &'x [f32], weight: &WeightRows<'_>) -> Result<Self> {
+        let k = weight.shape()[1];
+        let m = x.len().checked_div(k).unwrap_or(0);
+        let left = match FloatProducts::detect() {
+            FloatProducts::Bf16Parts if m > FEW_TOKENS => {
+                Some(Left::new(IsaToken::detect(), x, k, weight.is_bf16(), &Serial)?)
+            }
+            _ => None,
+        };
+        Ok(Self { x, k, left, widened: Vec::new(), scratch: Scratch::default() })
+    }
+
+    /// The product with these rows of the weight, `[m, rows]`.
+    pub(in crate::model) fn multiply(
+        &mut self,
+        weight: &WeightRows<'_>,
+        rows: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<()> {
+        let m = self.x.len().checked_div(self.k).unwrap_or(0);
+        out.resize(m * rows.len(), 0.0);
+        let width = rows.len();
+        let weight = weight.rows(rows, &mut self.widened)?;
+        match &self.left {
+            Some(left) => left.multiply(weight, out, &mut self.scratch),
+            None => {
+                multiply_tile(self.x, weight, self.k, [m, width], out);
+                Ok(())
+            }
+        }
+    }
+}
+
 /// `out[m, n] = x[m, k] · weight[n, k]ᵀ` on this thread, as one tile.
 ///
 /// # Panics
 /// When lengths do not match.
-pub(in crate::model) fn multiply_tile(
-    x: &[f32],
-    weight: &[f32],
-    k: usize,
-    [m, n]: [usize; 2],
-    out: &mut [f32],
-) {
+fn multiply_tile(x: &[f32], weight: &[f32], k: usize, [m, n]: [usize; 2], out: &mut [f32]) {
     multiply_into(x, weight, k, MatMut::from_row_major_slice_mut(out, m, n));
 }
 
@@ -174,6 +264,8 @@ mod tests {
     use super::*;
     use rand::{RngExt, SeedableRng, rngs::StdRng};
 
+    use quant_kernels_cpu::Isa;
+
     use crate::checkpoint::Dtype;
     use crate::quantize::SourceRows;
 
@@ -208,7 +300,7 @@ mod tests {
                 dtype.widen(&bytes, &mut values);
                 let run = |rows: &WeightRows<'_>| {
                     let mut out = vec![f32::NAN; m * n];
-                    multiply_rows(&x, rows, m, &mut out).unwrap();
+                    multiply_in_f32(&x, rows, m, &mut out).unwrap();
                     out
                 };
                 let narrow = WeightRows::float([n, k], SourceRows::Bytes(&bytes, dtype)).unwrap();
@@ -216,6 +308,90 @@ mod tests {
                 assert_eq!(run(&narrow), run(&wide), "{dtype}, {m} tokens");
             }
         }
+    }
+
+    /// Weights in `f32`, f16 and bf16, which take six, five and three products per weight.
+    #[test]
+    fn products_in_parts_are_within_their_bound() {
+        let token = Isa::AmxEmulated.token().unwrap();
+        for (m, n, k) in [(5, 1, 1), (5, 17, 5), (7, 300, 33), (70, 40, 129), (1030, 16, 24)] {
+            for (dtype, extreme) in
+                [Dtype::F32, Dtype::F16, Dtype::Bf16].map(|d| [(d, 1.0), (d, 1e-3)]).concat()
+            {
+                let (mut x, bytes) = (random(m * k, 1), dtype.narrow(&random(n * k, 2)));
+                // Rows of very different magnitude.
+                x.chunks_mut(k).enumerate().for_each(|(i, row)| {
+                    let scale = f32::powi(extreme, i as i32 % 5);
+                    row.iter_mut().for_each(|x| *x *= scale);
+                });
+                let mut values = vec![0.0; n * k];
+                dtype.widen(&bytes, &mut values);
+                let rows = WeightRows::float([n, k], SourceRows::Bytes(&bytes, dtype)).unwrap();
+                let mut out = vec![f32::NAN; m * n];
+                multiply_in_parts(token, &x, &rows, &mut out).unwrap();
+                for (i, out) in out.iter().enumerate() {
+                    let terms = x[i / n * k..][..k].iter().zip(&values[i % n * k..]);
+                    let terms = terms.map(|(x, w)| f64::from(*x) * f64::from(*w));
+                    let (exact, magnitude) = terms.fold((0.0, 0.0), |(sum, all), t| (sum + t, all + t.abs()));
+                    let bound = (k as f64 + 9.0) * 2.0_f64.powi(-22) * magnitude;
+                    let off = (f64::from(*out) - exact).abs();
+                    assert!(off <= bound, "{dtype}, {m} x {n} x {k}: {out}, not {exact}");
+                }
+            }
+        }
+    }
+
+    /// With few terms, sums hardly round, and the bound shows that every part is needed.
+    #[test]
+    fn parts_are_as_precise_as_f32() {
+        let token = Isa::AmxEmulated.token().unwrap();
+        let (x, w) = (random(5 * 600, 7), random(600, 8));
+        for k in [1, 2] {
+            let rows = WeightRows::float([600 / k, k], SourceRows::Floats(&w)).unwrap();
+            let m = x.len() / k;
+            let mut out = vec![f32::NAN; m * 600 / k];
+            multiply_in_parts(token, &x, &rows, &mut out).unwrap();
+            for (i, out) in out.iter().enumerate() {
+                let terms = x[i / (600 / k) * k..][..k].iter().zip(&w[i % (600 / k) * k..]);
+                let terms = terms.map(|(x, w)| f64::from(*x) * f64::from(*w));
+                let (exact, magnitude) = terms.fold((0.0, 0.0), |(sum, all), t| (sum + t, all + t.abs()));
+                let off = (f64::from(*out) - exact).abs();
+                assert!(off <= 2.0_f64.powi(-21) * magnitude, "{out}, not {exact}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_keep_numbers_that_are_not_finite() {
+        let token = Isa::AmxEmulated.token().unwrap();
+        for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX] {
+            let mut w = vec![1.0; 2 * 3];
+            w[4] = bad;
+            let rows = WeightRows::float([2, 3], SourceRows::Floats(&w)).unwrap();
+            let mut out = vec![0.0; 5 * 2];
+            multiply_in_parts(token, &[1.0; 5 * 3], &rows, &mut out).unwrap();
+            for row in out.chunks(2) {
+                assert_eq!(row[0], 3.0);
+                assert!(!row[1].is_finite(), "{row:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn products_in_parts_do_not_depend_on_threads_or_on_other_rows() {
+        let token = Isa::AmxEmulated.token().unwrap();
+        let (m, n, k) = (40, 70, 48);
+        let (x, w) = (random(m * k, 3), random(n * k, 4));
+        let rows = WeightRows::float([n, k], SourceRows::Floats(&w)).unwrap();
+        let run = |threads: usize, m: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let mut out = vec![0.0; m * n];
+            pool.install(|| multiply_in_parts(token, &x[..m * k], &rows, &mut out)).unwrap();
+            out
+        };
+        let one = run(1, m);
+        assert_eq!(one, run(2, m));
+        assert_eq!(one[..21 * n], run(2, 21));
     }
 
     #[test]

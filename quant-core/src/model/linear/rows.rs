@@ -80,6 +80,11 @@ impl<'a> WeightRows<'a> {
         }
     }
 
+    /// Whether all weights are stored in bf16.
+    pub(super) fn is_bf16(&self) -> bool {
+        matches!(self.as_float(), Some(SourceRows::Bytes(_, Dtype::Bf16)))
+    }
+
     /// Returns all rows as stored, with their dtype, if they were created by [`stored`](Self::stored).
     pub(in crate::model) fn stored_bytes(&self) -> Option<(Dtype, Arc<Vec<u8>>)> {
         match &self.values {
