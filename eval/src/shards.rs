@@ -111,8 +111,8 @@ pub fn compare_shard<'a>(
 /// Reads the measurements of all shards, in the order of the windows.
 ///
 /// # Errors
-/// [`Error::Unavailable`] if a shard is missing or incomplete; [`Error::Usage`] if there are no shards or those of
-/// different numbers of shards, or a file is damaged or belongs to a different evaluation; errors of the files.
+/// [`Error::Unavailable`] if there are no shards, or one is missing or incomplete; [`Error::Usage`] if there are shards
+/// of different numbers of shards, or a file is damaged or belongs to a different evaluation; errors of the files.
 pub fn merged_shards<T: Measured>(
     files: &Arc<dyn ShardFiles>,
     identity: &Value,
@@ -126,10 +126,11 @@ pub fn merged_shards<T: Measured>(
     let count = match counts[..] {
         [count] => count,
         [] => {
-            return Err(Error::usage(
-                format!("{} has no shards of an evaluation", files.shown("").display()),
-                "measure them with ‹shard=I/N›",
-            ));
+            return Err(Error::Unavailable {
+                what: "the result of the evaluation".into(),
+                reason: format!("{} has no shards yet", files.shown("").display()),
+                remedy: "measure them with ‹shard=I/N›, then merge".into(),
+            });
         }
         _ => {
             let counts: Vec<String> = counts.iter().map(usize::to_string).collect();
@@ -293,7 +294,7 @@ mod tests {
                 shard_journal::<f64>(&files, Shard::new(index, 2).unwrap(), &identity, &text).unwrap()
             };
             let merged = |identity: &Value| merged_shards::<f64>(&files, identity, &text);
-            assert!(matches!(merged(&identity), Err(Error::Usage { .. })), "no shards");
+            assert!(matches!(merged(&identity), Err(Error::Unavailable { .. })), "no shards");
             journal(1).keep(&values(&text, 2..3)).unwrap();
             let error = merged(&identity).unwrap_err();
             assert!(error.to_string().contains("2 shards not finished: 0/2, 1/2"), "{error}");

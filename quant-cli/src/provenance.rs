@@ -1,9 +1,9 @@
 //! The provenance in a result: this program, and the models that it read.
 
-use quant_core::Result;
 use quant_core::checkpoint::file_sha256;
 use quant_core::model::{FloatProducts, KvScheme, Model, kernels};
 use quant_core::pipeline::QuantReport;
+use quant_core::{Error, Result};
 use quant_evaluator::report::LinearCell;
 use quant_evaluator::{ModelIdentity, SchemeShare, Tool};
 
@@ -12,20 +12,27 @@ use crate::commands::eval::Execution;
 use crate::inputs::Opened;
 
 /// Describes this build of the program, this processor and, if `gpu` names one, the GPU.
+///
+/// # Errors
+/// [`Error::Interrupted`].
 pub fn tool(
     execution: Execution,
     gpu: Option<&str>,
     model: &Model,
     cache_is_simulated: bool,
     session: &Session,
-) -> Tool {
+) -> Result<Tool> {
     let cache = if cache_is_simulated { ", cache simulated" } else { "" };
     let executable = session.code.clone().or_else(|| std::env::current_exe().ok());
-    Tool {
+    // If the executable was replaced while it runs, the hash is missing or wrong.
+    let sha256 = match executable.map(|path| file_sha256(&path, &session.cancel)) {
+        Some(Err(Error::Interrupted)) => return Err(Error::Interrupted),
+        found => found.and_then(Result::ok),
+    };
+    Ok(Tool {
         name: "quant".into(),
         version: env!("CARGO_PKG_VERSION").into(),
-        // If the executable was replaced while it runs, the hash is missing or wrong.
-        sha256: executable.and_then(|path| file_sha256(&path, &session.cancel).ok()),
+        sha256,
         isa: match (execution, gpu) {
             (Execution::Fake, _) => isa(),
             (Execution::Kernels, Some(gpu)) => format!("{}, kernels cuda on {gpu}{cache}", isa()),
@@ -33,7 +40,7 @@ pub fn tool(
                 format!("{}, kernels {}{}{cache}", isa(), kernels(), by_blocks(model))
             }
         },
-    }
+    })
 }
 
 /// Describes how the kernels multiply the linears whose weights are blocks of a GGUF file; empty if there are none.

@@ -284,7 +284,7 @@ def evaluation(bench: Bench, model: Path, out: Path) -> None:
         return {key: value for key, value in json.loads(result.read_text()).items() if key not in timing}
 
     whole = numbers(*words)
-    assert "has no shards" in bench.run(*shards, code=2)
+    assert "has no shards" in bench.run(*shards, code=5)
     killed = bench.start(*shards, "--shard", "0/3", "--threads", "1")
     while not bench.proxy.count("PUT", "/team/eval/0-of-3.0.journal", 200):
         assert killed.poll() is None, killed.communicate()

@@ -626,6 +626,11 @@ fn outputs() {
     }
     let run = quant(args!["quantize", &model, "-o", "/", "--method", "rtn", "--group-size", "32"]);
     check_message("/", &run, 2, &["/ cannot be the output"]);
+    if cfg!(target_os = "linux") {
+        let mounted =
+            args!["quantize", &model, "-o", "/proc", "--method", "rtn", "--group-size", "32", "--force"];
+        check_message("/proc", &quant(mounted), 2, &["/proc is a mount point", "such as /proc/model"]);
+    }
     let run = quant(args!["inspect", &model, format!("--json={}", at("nowhere/x.json").display())]);
     check_message("a report nowhere", &run, 5, &["nowhere/x.json"]);
     // The error is reported before the evaluation, not after it.

@@ -73,7 +73,7 @@ fn shards_give_the_result_of_one_process() {
         let shard = |shard: &str| [reference.clone(), shards.clone(), args!["--shard", shard]].concat();
 
         let none = bench.eval(&[reference.clone(), shards.clone()].concat());
-        check_message(name, &none, 2, &["has no shards of an evaluation", "--shard"]);
+        check_message(name, &none, 5, &["has no shards yet", "--shard"]);
         assert!(!directory.exists(), "{name}");
         let first = bench.eval(&[shard("1/3"), args!["--json"]].concat()).json();
         assert_eq!((&first["first_window"], &first["end_window"]), (&json!(32), &json!(64)), "{name}");
@@ -103,6 +103,39 @@ fn an_interrupted_shard_resumes() {
     let merged = bench.eval(&[reference.clone(), args!["--shards", &directory, "--json"]].concat());
     let whole = bench.eval(&[reference, args!["--json"]].concat());
     assert_eq!(numbers(merged), numbers(whole));
+}
+
+/// A signal at any moment, also while the program is hashed, is no other evaluation.
+#[test]
+fn a_signal_does_not_make_a_shard_look_foreign() {
+    let bench = Bench::new();
+    let directory = bench.at("shards");
+    let shard = args!["--shards", &directory, "--shard", "0/3"];
+    bench.eval(&shard).succeeded();
+    for milliseconds in (0..240).step_by(15) {
+        let run = Running::start(command(bench.arguments(&shard)));
+        std::thread::sleep(std::time::Duration::from_millis(milliseconds));
+        run.signal(Signal::TERM);
+        let run = run.wait();
+        // Without a code, the signal came before the program could handle it.
+        assert!(matches!(run.code(), None | Some(0 | 75)), "after {milliseconds} ms: {run}");
+    }
+}
+
+/// A worker removes what killed workers have left, and nothing else.
+#[test]
+fn old_directories_of_the_user_stay() {
+    let bench = Bench::new();
+    let directory = bench.at("shards");
+    let notes = directory.join("tmp/notes");
+    std::fs::create_dir_all(&notes).unwrap();
+    std::fs::write(notes.join("note.txt"), "x").unwrap();
+    let old = std::time::SystemTime::now() - std::time::Duration::from_secs(30 * 24 * 60 * 60);
+    for path in [notes.join("note.txt"), notes.clone()] {
+        std::fs::File::open(path).unwrap().set_modified(old).unwrap();
+    }
+    bench.eval(&args!["--shards", &directory, "--shard", "0/3"]).succeeded();
+    assert!(notes.join("note.txt").exists());
 }
 
 /// Two processes that measure one shard share the work, and a different result of one of them is an error.

@@ -253,6 +253,50 @@ fn exit_codes_tell_schedulers_what_to_do() {
 }
 
 /// The program that the tests run has no object stores. A URL is no directory, and its password is not printed.
+/// What the merge would refuse is refused before any unit is computed.
+#[test]
+fn files_that_a_merge_cannot_copy_are_refused_at_once() {
+    let bench = Bench::new();
+    std::fs::File::create(bench.model.join("LICENSE.txt")).unwrap().set_len(1100 << 20).unwrap();
+    let refused = bench.init(&["--method", "rtn"]);
+    check_message("a large file", &refused, 4, &["LICENSE.txt", "1153433600 bytes"]);
+    assert!(!bench.at("store").exists());
+}
+
+/// A job that cannot be reached may be there.
+#[test]
+fn a_job_that_cannot_be_reached_is_not_reported_as_missing() {
+    let bench = Bench::new();
+    std::os::unix::fs::symlink("store", bench.at("store")).unwrap();
+    check_message("run", &bench.run(&[]), 5, &["cannot open", "job.json"]);
+    check_message("merge", &bench.merge(&[]), 5, &["cannot open", "job.json"]);
+}
+
+/// The report of a tensor in a unit's file is checked before the tensor is copied, also if the hash of the file matches.
+#[test]
+fn a_forged_report_is_set_aside() {
+    let bench = Bench::new();
+    bench.init(&["--method", "rtn"]).succeeded();
+    bench.run(&[]).succeeded();
+    let forged =
+        bench.results().into_iter().find(|path| path.to_str().unwrap().contains("/outside.")).unwrap();
+    let mut bytes = std::fs::read(&forged).unwrap();
+    let head = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let (text, hash) = (bytes.len() - 32, b"\"tensor\":\"");
+    let at = bytes[..text].windows(hash.len()).rposition(|part| part == hash).unwrap() + hash.len();
+    bytes[at] ^= 1;
+    let digest: [u8; 32] =
+        sha2::Digest::finalize(sha2::Digest::chain_update(sha2::Sha256::default(), &bytes[head..text]))
+            .into();
+    bytes[text..].copy_from_slice(&digest);
+    std::fs::write(&forged, bytes).unwrap();
+    let refused = bench.merge(&[]);
+    check_message("merge", &refused, 5, &["has no valid report of", "job run"]);
+    bench.run(&[]).succeeded();
+    bench.merge(&[]).succeeded();
+    bench.assert_same(&["--method", "rtn"]);
+}
+
 #[test]
 fn urls_need_a_feature() {
     let bench = Bench::new();

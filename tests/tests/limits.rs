@@ -108,6 +108,14 @@ fn too_little_memory() {
     }
 }
 
+/// A limit on data makes the worker that tokenizes fail. That is no fault of the tokenizer.
+#[test]
+fn too_little_memory_for_data() {
+    let text = ["--text", "builtin-heldout", "--profile", "gptq-16", "--windows", "2"].map(Into::into);
+    let eval = command(args!["eval", demo_model()].into_iter().chain(text));
+    check_message("data", &run(limited("-d 40000", &eval)), 5, &["not enough memory"]);
+}
+
 #[test]
 fn a_small_stack() {
     let bench = Bench::new();

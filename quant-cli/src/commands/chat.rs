@@ -198,14 +198,19 @@ impl Input {
     /// Returns the next message, or `None` at the end; on a terminal, Ctrl-C and Ctrl-D end the input.
     fn line(&mut self) -> Result<Option<String>> {
         match self {
-            Self::Terminal(editor) => match editor.readline("> ") {
-                Ok(line) => {
-                    // A full or disabled history must not end the conversation.
-                    let _ = editor.add_history_entry(&line);
-                    Ok(Some(line))
+            Self::Terminal(editor) => loop {
+                match editor.readline("> ") {
+                    Ok(line) => {
+                        // A full or disabled history must not end the conversation.
+                        let _ = editor.add_history_entry(&line);
+                        return Ok(Some(line));
+                    }
+                    Err(ReadlineError::Eof | ReadlineError::Interrupted) => return Ok(None),
+                    Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
+                        output::print_message("that line is not UTF-8 text and was ignored");
+                    }
+                    Err(error) => return Err(failed(error)),
                 }
-                Err(ReadlineError::Eof | ReadlineError::Interrupted) => Ok(None),
-                Err(error) => Err(failed(error)),
             },
             Self::Lines(number) => {
                 *number += 1;

@@ -275,7 +275,7 @@ impl Setup {
         if args.execution == Execution::Kernels {
             provenance::note_floats(&opened.model, device.is_some(), session);
         }
-        let tool = provenance::tool(args.execution, device, &opened.model, simulated.is_some(), session);
+        let tool = provenance::tool(args.execution, device, &opened.model, simulated.is_some(), session)?;
         Ok(Self { prepared, model, compared_with, tool, kv })
     }
 

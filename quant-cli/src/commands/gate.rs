@@ -130,6 +130,12 @@ fn on_github(outcome: &Outcome) -> Result<()> {
     else {
         return Ok(());
     };
+    // Opening a pipe would wait for a reader.
+    #[cfg(unix)]
+    if std::fs::metadata(&path).is_ok_and(|found| std::os::unix::fs::FileTypeExt::is_fifo(&found.file_type()))
+    {
+        return Err(Error::io("write", &path, std::io::Error::other("it is a pipe")));
+    }
     let file = OpenOptions::new().create(true).append(true).open(&path);
     file.and_then(|mut f| f.write_all(summary(outcome).as_bytes())).map_err(|e| Error::io("write", &path, e))
 }

@@ -26,6 +26,7 @@ pub use finish::{REPORT, add_companions, companion_bytes, fingerprint, quantized
 pub use program::Program;
 pub use report::{CalibrationReport, InputReport, QuantReport, SourceDigest, TensorReport, WeightError};
 pub(crate) use search::{Context as SearchContext, InputRanges, Searched, input_ranges, search_rewrites};
+pub(crate) use source::report_of;
 pub use states::{SavedStates, StateFiles};
 pub(crate) use states::{check_states, sources_of};
 

@@ -169,7 +169,12 @@ pub(super) fn read_into(job: &Job<'_>, entry: &PlanEntry, mut bytes: Vec<u8>) ->
 
 /// Returns the report that an earlier run stored for a tensor, unless it has been damaged since.
 pub(super) fn stored_report(entry: &PlanEntry, sink: &dyn TensorSink) -> Option<TensorReport> {
-    let tensor: TensorReport = serde_json::from_value(sink.recall(&entry.tensor)?).ok()?;
+    report_of(entry, sink.recall(&entry.tensor)?)
+}
+
+/// Returns a report that was stored for a tensor, if it is one.
+pub(crate) fn report_of(entry: &PlanEntry, stored: serde_json::Value) -> Option<TensorReport> {
+    let tensor: TensorReport = serde_json::from_value(stored).ok()?;
     (tensor.tensor == entry.tensor).then_some(tensor)
 }
 

@@ -16,7 +16,7 @@ use crate::format::CONTAINERS;
 use crate::pipeline::{self, Job, Program, QuantReport, SavedStates, StateFiles, TensorReport};
 use crate::recipe::{Plan, Recipe};
 use crate::wording::counted;
-use crate::{Category, Error, Result, TensorSink};
+use crate::{Category, Error, Result, TensorSink, system};
 
 /// The minimum time between two saves of hidden states.
 const SAVE_EVERY: Duration = Duration::from_secs(20);
@@ -75,8 +75,15 @@ pub(super) fn outputs(out: &Path, recipe: &Recipe) -> Result<Vec<PathBuf>> {
 /// Fails if an output exists and may not be replaced.
 ///
 /// # Errors
-/// [`Error::OutputExists`]; [`Error::Usage`] if a run was to be resumed that is finished, entirely or in part.
+/// [`Error::OutputExists`]; [`Error::Usage`] if an output is a mount point, or a run was to be resumed that is finished,
+/// entirely or in part.
 pub(crate) fn refuse_existing(outputs: &[PathBuf], force: bool, resume: bool) -> Result<()> {
+    if let Some(path) = outputs.iter().find(|path| system::is_mount_point(path)) {
+        return Err(Error::usage(
+            format!("{} is a mount point, which cannot be replaced", path.display()),
+            format!("choose a path in it, such as {}", path.join("model").display()),
+        ));
+    }
     let Some(path) = outputs.iter().find(|path| !force && path.exists()) else { return Ok(()) };
     let shown = path.display();
     let is_begun = outputs.iter().any(|output| CheckpointWriter::unfinished_job(output).is_some());

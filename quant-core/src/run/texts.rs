@@ -1,6 +1,7 @@
 //! Calibration and evaluation texts, named or given in a request.
 
 use std::borrow::Cow;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use super::host::{Host, Opened};
@@ -117,8 +118,18 @@ fn corpus<'a>(text: &'a Text, host: &Host<'_>) -> Result<Cow<'a, Corpus>> {
         return Ok(Cow::Owned(Corpus::Texts(documents)));
     }
     let path = Path::new(name);
-    if path.exists() {
-        return read_corpus(path).map(Cow::Owned);
+    match std::fs::metadata(path) {
+        Ok(_) => return read_corpus(path).map(Cow::Owned),
+        // Not a path, but a name.
+        Err(e)
+            if matches!(
+                e.kind(),
+                ErrorKind::NotFound
+                    | ErrorKind::NotADirectory
+                    | ErrorKind::InvalidInput
+                    | ErrorKind::InvalidFilename
+            ) => {}
+        Err(e) => return Err(Error::io("open", path, e)),
     }
     match host.catalog.fetched(name)? {
         Some(documents) => Ok(Cow::Owned(Corpus::Texts(documents))),

@@ -96,9 +96,10 @@ pub(crate) struct ProcessLimits {
 }
 
 impl ProcessLimits {
-    /// The memory of the machine and the limit on the address space of this process, in bytes, if there are any.
+    /// The memory of the machine and the lower limit on the memory of this process, in bytes, if there are any.
     pub(crate) fn of_this_process() -> (Option<u64>, Option<u64>) {
-        (machine_memory(), getrlimit(Resource::As).current)
+        let limits = [Resource::As, Resource::Data].map(|resource| getrlimit(resource).current);
+        (machine_memory(), limits.into_iter().flatten().min())
     }
 }
 

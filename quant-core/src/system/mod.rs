@@ -4,9 +4,11 @@
 #[cfg(target_os = "linux")]
 mod child;
 mod memory;
+mod mount;
 
 pub use quant_formats::system::*;
 
 #[cfg(target_os = "linux")]
 pub(crate) use child::{Ending, ProcessLimits, Socket, WorkerProcess, ending, is_shortage};
 pub use memory::available_memory;
+pub(crate) use mount::is_mount_point;

@@ -123,6 +123,8 @@ pub fn init(request: &JobRequest, directory: &Path, host: &Host<'_>) -> Result<I
     }
     host.cancel.check()?;
 
+    // The merge writes the files next to the weights.
+    pipeline::companion_bytes(&opened.directory, &plan)?;
     let store = Store::create(directory, host)?;
     let mut stored = settings.clone();
     for SettingFile { setting, path, extension } in stored.files_mut() {

@@ -8,10 +8,13 @@ use std::time::Instant;
 
 use super::job::{UnitJob, job};
 use super::record::{changed, companions};
+use super::store::damaged;
 use super::unit_file::UnitFile;
 use super::work::key;
 use crate::calibrate::Residence;
 use crate::checkpoint::{CheckpointWriter, TensorSink, refuse_overlap};
+use crate::pipeline::report_of;
+use crate::recipe::PlanEntry;
 use crate::run::{Host, Quantized, StepTimes, is_gguf_name, refuse_existing, write_filled};
 use crate::{Category, Error, Event, Result};
 
@@ -127,6 +130,13 @@ impl UnitJob {
                 self.store.files.exists(&key(&identity))?;
                 let copied = self.existing_result(unit, &identity, host).and_then(|path| {
                     let file = UnitFile::open(&path, part.outputs(), &identity)?;
+                    let is_reported = |entry: &&PlanEntry| {
+                        file.report(&entry.tensor)
+                            .is_some_and(|report| report_of(entry, report.clone()).is_some())
+                    };
+                    if let Some(entry) = part.entries.iter().find(|entry| !is_reported(entry)) {
+                        return Err(damaged(&path, format!("has no valid report of `{}`", entry.tensor)));
+                    }
                     file.read(host.cancel, &mut |name, at, bytes| writer.write(name, at, bytes))?;
                     file.reports().try_for_each(|(tensor, report)| writer.remember(tensor, report))
                 });

@@ -3,6 +3,7 @@
 //! The name of a directory has the identifier of the running kernel, and a file in it is locked as long as the worker
 //! runs. A directory with this kernel's identifier and an unlocked file belongs to a worker that was killed. Locks of
 //! other machines may not be visible here, so their directories are removed only when they have not changed for long.
+//! Nothing else is removed: neither directories without such a name and file, nor anything behind a symbolic link.
 
 use std::fs::{DirEntry, File, OpenOptions, TryLockError};
 use std::io;
@@ -46,7 +47,7 @@ pub(super) fn remove_abandoned(parent: &Path, prefix: &str) -> usize {
     let own = system::boot_id().map(|id| format!(".{id}-"));
     let is_abandoned = |entry: &DirEntry| {
         let name = entry.file_name();
-        if !name.to_string_lossy().starts_with(prefix) {
+        if !is_temporary(&name.to_string_lossy(), prefix) || !is_of_a_worker(&entry.path()) {
             return false;
         }
         let is_own = own.as_ref().is_some_and(|own| name.to_string_lossy().contains(own));
@@ -58,9 +59,27 @@ pub(super) fn remove_abandoned(parent: &Path, prefix: &str) -> usize {
         entry.file_type().is_ok_and(|kind| kind.is_dir())
             && unchanged_for(&entry.path()).is_some_and(|age| age >= least)
     };
+    if !std::fs::symlink_metadata(parent).is_ok_and(|found| found.is_dir()) {
+        return 0;
+    }
     let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
     let abandoned = entries.filter(is_abandoned);
     abandoned.filter(|entry| std::fs::remove_dir_all(entry.path()).is_ok()).count()
+}
+
+/// Whether [`Temporary::create`] gives such names to directories whose prefix starts with this one.
+fn is_temporary(name: &str, prefix: &str) -> bool {
+    let Some((found, rest)) = name.rsplit_once('.') else { return false };
+    let Some((kernel, _)) = rest.rsplit_once('-') else { return false };
+    found.starts_with(prefix) && kernel.chars().all(|c| c.is_ascii_hexdigit() || c == '-')
+}
+
+/// Whether a directory has the file that workers lock, or nothing yet.
+fn is_of_a_worker(directory: &Path) -> bool {
+    match std::fs::symlink_metadata(directory.join(LOCK)) {
+        Ok(lock) => lock.is_file(),
+        Err(_) => std::fs::read_dir(directory).is_ok_and(|mut files| files.next().is_none()),
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,11 +144,24 @@ mod tests {
         let long_ago = of_others("blocks-1.0123456789abcdef-x", week);
         let written_to = of_others("blocks-2.0123456789abcdef-x", week);
         std::fs::write(written_to.join("unit.safetensors"), "y").unwrap();
+        // Files of the user, however old, with similar names, or with a file of the name of the lock.
+        let notes = of_others("blocks-1", week);
+        let named = of_others("blocks-1.0123456789abcdef-y", week);
+        std::fs::remove_file(named.join("lock")).unwrap();
+        age(&named, week);
+        let behind = tempfile::tempdir().unwrap();
+        let kept = behind.path().join("blocks-1.0123456789abcdef-z");
+        std::fs::create_dir(&kept).unwrap();
+        std::fs::write(kept.join("lock"), "").unwrap();
+        age(&kept, week);
+        let link = parent.path().join("link");
+        std::os::unix::fs::symlink(behind.path(), &link).unwrap();
+        assert_eq!(remove_abandoned(&link, ""), 0);
         assert_eq!(remove_abandoned(parent.path(), "other"), 0);
         assert_eq!(remove_abandoned(parent.path(), "blocks-1"), 1);
         assert_eq!(remove_abandoned(parent.path(), ""), 1);
         assert!(!killed.exists() && !long_ago.exists());
-        for path in [running.path(), &fresh, &elsewhere, &written_to] {
+        for path in [running.path(), &fresh, &elsewhere, &written_to, &notes, &named, &kept] {
             assert!(path.exists(), "{}", path.display());
         }
         assert_eq!(remove_abandoned(parent.path(), ""), 0);

@@ -248,6 +248,11 @@ impl<'a> UnitFile<'a> {
     }
 
     /// The reports of the unit's tensors by name, which are correct if [`read`](Self::read) found no damage.
+    /// The stored report of a tensor, which may be anything.
+    pub(super) fn report(&self, tensor: &str) -> Option<&Value> {
+        self.about["reports"].get(tensor)
+    }
+
     pub(super) fn reports(&self) -> impl Iterator<Item = (&String, &Value)> {
         self.about["reports"].as_object().into_iter().flatten()
     }

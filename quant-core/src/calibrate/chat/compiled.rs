@@ -5,10 +5,10 @@ use std::borrow::Cow;
 use std::path::PathBuf;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{AutoEscape, Environment, Value};
+use minijinja::{AutoEscape, Environment, State, Value};
 
 use super::generation::{FILTER, MARKS, replace_tags};
-use super::python::{raise_exception, strftime_now, tojson};
+use super::python::{is_sequence, raise_exception, strftime_now, title, tojson};
 use super::template::{REMEDY, fault};
 use crate::calibrate::guard_panics;
 use crate::calibrate::in_process::in_order;
@@ -95,13 +95,28 @@ fn environment() -> Environment<'static> {
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_fuel(Some(FUEL));
     environment.set_recursion_limit(DEPTH);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(method);
+    environment.add_test("sequence", |value: &Value| is_sequence(value));
     environment.add_function("raise_exception", |message: &str| raise_exception(message));
     environment.add_function("strftime_now", |format: &str| strftime_now(format));
     environment.add_filter("tojson", tojson);
     environment.add_filter(FILTER, |text: Value| format!("{}{text}{}", MARKS[0], MARKS[1]));
     environment.add_filter(UNMARKED, |text: Value| text);
     environment
+}
+
+/// The methods of Python's types. Those of `minijinja_contrib` are used but for `title`, which capitalizes only words
+/// after white space.
+fn method(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    name: &str,
+    arguments: &[Value],
+) -> std::result::Result<Value, minijinja::Error> {
+    match (name, value.as_str(), arguments) {
+        ("title", Some(text), []) => Ok(Value::from(title(text))),
+        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, name, arguments),
+    }
 }
 
 /// The message of an error, with its causes but without its position.

@@ -1,6 +1,6 @@
 //! The parts of Python that chat templates rely on: JSON, dates, exceptions.
 
-use minijinja::value::Kwargs;
+use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 use serde_json::Value as Json;
 
@@ -179,6 +179,25 @@ impl Writer<'_> {
     }
 }
 
+/// `str.title`: the first letter of every run of letters in upper case, the others in lower case.
+pub(super) fn title(text: &str) -> String {
+    let mut titled = String::with_capacity(text.len());
+    let mut is_inside = false;
+    for c in text.chars() {
+        match is_inside {
+            true => titled.extend(c.to_lowercase()),
+            false => titled.extend(c.to_uppercase()),
+        }
+        is_inside = c.is_alphabetic();
+    }
+    titled
+}
+
+/// Jinja's test `sequence`: whether the value has a length and items, as strings and mappings do in Python.
+pub(super) fn is_sequence(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -190,6 +209,23 @@ mod tests {
         environment.add_function("strftime_now", strftime_now);
         let value = Value::from(minijinja::value::Serde(&value));
         environment.render_str(source, minijinja::context! { v => value }).unwrap()
+    }
+
+    #[test]
+    fn titles_are_python_s() {
+        for (text, titled) in [("x,y,,z", "X,Y,,Z"), ("it's ONE", "It'S One"), ("a1b ß", "A1B SS"), ("", "")]
+        {
+            assert_eq!(title(text), titled);
+        }
+    }
+
+    #[test]
+    fn sequences_are_python_s() {
+        for (value, expected) in
+            [(json!("role"), true), (json!([1]), true), (json!({"a": 1}), true), (json!(1), false)]
+        {
+            assert_eq!(is_sequence(&Value::from(minijinja::value::Serde(&value))), expected, "{value}");
+        }
     }
 
     #[test]

@@ -155,7 +155,14 @@ impl Store {
         let files = files(location, host)?;
         let exists = match files.directory() {
             // Something else of this name is reported when the record is read.
-            Some(directory) => std::fs::symlink_metadata(directory.join(RECORD)).is_ok(),
+            Some(directory) => {
+                let path = directory.join(RECORD);
+                match std::fs::symlink_metadata(&path) {
+                    Ok(_) => true,
+                    Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => false,
+                    Err(e) => return Err(Error::io("open", path, e)),
+                }
+            }
             None => files.exists(RECORD)?,
         };
         match exists {
