@@ -312,7 +312,7 @@ fn floats_in_parts_agree_and_are_not_mixed() {
     let [baseline, policy] = ["baseline.json", "policy.toml"].map(at);
     std::fs::write(
         &policy,
-        "[[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \"baseline\"\nmargin = 0.01\n",
+        "schema = \"quant-gate-policy/1\"\n[[non_inferiority]]\nmetric = \"perplexity\"\nagainst = \"baseline\"\nmargin = 0.01\n",
     )
     .unwrap();
     quant(args!["gate", at("f32/held.json"), "--baseline", &baseline, "--update"]).succeeded();

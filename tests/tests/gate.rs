@@ -259,16 +259,15 @@ fn ci_systems_are_notified() {
     assert!(run.stderr.contains(", aarch64 neon\n"), "{run}");
 }
 
-/// A summary that would never be read is an error, not a wait.
+/// A summary that nobody would read is a warning, not a wait.
 #[test]
-fn a_pipe_as_the_summary_is_refused() {
+fn a_pipe_as_the_summary_is_not_opened() {
     let bench = Bench::get();
     let pipe = bench.at("summary.pipe");
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let mut gate = command(args!["gate", bench.result("8"), "--policy", bench.at("gate.toml")]);
     gate.arg("--baseline").arg(bench.at("baseline.json")).env("GITHUB_STEP_SUMMARY", &pipe);
-    let run = Running::start(gate).wait();
-    assert_eq!(run.code(), Some(5), "{run}");
+    let run = Running::start(gate).wait().succeeded();
     assert!(run.stderr.contains("it is a pipe"), "{run}");
 }
 

@@ -6,11 +6,11 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use quant_tests::args;
 use quant_tests::files::{hashes, snapshot};
 use quant_tests::models::TinyLlama;
 use quant_tests::program::{Run, Running, Signal, command, program, quant};
 use quant_tests::refusal::{check_message, job_of};
+use quant_tests::{args, demo_model};
 use tempfile::TempDir;
 
 const SEARCH: [&str; 6] = ["--scheme", "w4a16-g32", "--samples", "2", "--seq-len", "64"];
