@@ -8,7 +8,7 @@ use quant_formats::{Error, Result};
 
 use crate::noise::disturb;
 use crate::score::{InMemory, Origin, Runner, StageInputs};
-use crate::vocabulary::{Output, Positions, TILE};
+use crate::vocabulary::{Buffers, Output, Positions, TILE};
 use crate::{EncodedText, StoredReference, Tokenizer, Window};
 
 const _: () = assert!(TILE == HEAD_TILE, "a column must always be computed by the same product");
@@ -40,8 +40,8 @@ impl Output for Head<'_> {
 }
 
 impl Positions for HeadInputs<'_> {
-    fn tile(&mut self, columns: Range<usize>, out: &mut Vec<f32>) -> Result<()> {
-        self.logits(columns, out)
+    fn tile(&self, columns: Range<usize>, buffers: &mut Buffers, out: &mut Vec<f32>) -> Result<()> {
+        self.logits(columns, &mut buffers.head, out)
     }
 }
 

@@ -200,7 +200,7 @@ impl StoredReference {
         let now = FloatProducts::detect() == FloatProducts::Bf16Parts;
         let (then, remedy) = match self.header.tool.multiplies_bf16_parts() {
             then if then == now => return Ok(()),
-            true => ("bf16 parts", "use a processor with AMX, without QUANT_FLOAT_PRODUCTS=f32"),
+            true => ("bf16 parts", "use the path `amx`, without QUANT_FLOAT_PRODUCTS=f32"),
             false => ("f32", "set QUANT_FLOAT_PRODUCTS=f32"),
         };
         Err(Error::usage(

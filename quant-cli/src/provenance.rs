@@ -78,10 +78,7 @@ fn isa() -> String {
     };
     #[cfg(not(target_arch = "x86_64"))]
     let vectors = "baseline";
-    let parts = match FloatProducts::detect() {
-        FloatProducts::F32 => "",
-        FloatProducts::Bf16Parts => Tool::BF16_PARTS,
-    };
+    let parts = if FloatProducts::detect() == FloatProducts::Bf16Parts { Tool::BF16_PARTS } else { "" };
     format!("{} {vectors}{parts}", std::env::consts::ARCH)
 }
 

@@ -1,11 +1,22 @@
 //! Operating system calls that Rust's standard library does not cover, except signals. `docs/crates.md` lists what
 //! other systems would need.
 
+use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 
+use rustix::fs::OFlags;
 use rustix::process::{Resource, getrlimit};
+
+/// Returns options with which opening a pipe without a reader is an error instead of a wait.
+pub fn open_without_waiting() -> OpenOptions {
+    let flags = i32::try_from(OFlags::NONBLOCK.bits()).unwrap_or_default();
+    let mut options = OpenOptions::new();
+    options.custom_flags(flags);
+    options
+}
 
 /// Returns the limit on the address space of this process in bytes, if there is one.
 pub fn address_space_limit() -> Option<u64> {

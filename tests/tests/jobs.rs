@@ -252,7 +252,6 @@ fn exit_codes_tell_schedulers_what_to_do() {
     assert_eq!(hashes(&bench.at("elsewhere")), hashes(&bench.at("out")));
 }
 
-/// The program that the tests run has no object stores. A URL is no directory, and its password is not printed.
 /// What the merge would refuse is refused before any unit is computed.
 #[test]
 fn files_that_a_merge_cannot_copy_are_refused_at_once() {
@@ -297,6 +296,7 @@ fn a_forged_report_is_set_aside() {
     bench.assert_same(&["--method", "rtn"]);
 }
 
+/// The program that the tests run has no object stores. A URL is no directory, and its password is not printed.
 #[test]
 fn urls_need_a_feature() {
     let bench = Bench::new();

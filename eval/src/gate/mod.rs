@@ -357,7 +357,7 @@ fn bind(baseline: &Baseline, path: &std::path::Path, results: &[(String, Evaluat
             );
             let measure = match then {
                 "f32" => "measure with QUANT_FLOAT_PRODUCTS=f32",
-                _ => "measure on a processor with AMX, without QUANT_FLOAT_PRODUCTS=f32",
+                _ => "measure on the path `amx`, without QUANT_FLOAT_PRODUCTS=f32",
             };
             return Err(fault(reason, &update(measure)));
         }

@@ -57,10 +57,17 @@ pub(crate) trait Output: Sync {
     }
 }
 
-/// Inputs of an output stage on one thread.
-pub(crate) trait Positions {
-    /// Computes the logits of the tokens `columns`, `[positions, columns]`.
-    fn tile(&mut self, columns: Range<usize>, out: &mut Vec<f32>) -> Result<()>;
+/// Inputs of an output stage, which threads share.
+pub(crate) trait Positions: Sync {
+    /// Computes the logits of the tokens `columns`, `[positions, columns]`, on this thread.
+    fn tile(&self, columns: Range<usize>, buffers: &mut Buffers, out: &mut Vec<f32>) -> Result<()>;
+}
+
+/// Buffers of a thread for the weights of an output stage.
+#[derive(Default)]
+pub(crate) struct Buffers {
+    #[cfg(feature = "decoders")]
+    pub(crate) head: quant_core::model::HeadBuffers,
 }
 
 /// The output stage of a model whose inputs are the logits, for a vocabulary of this size.
@@ -87,7 +94,7 @@ struct Logits<'a> {
 }
 
 impl Positions for Logits<'_> {
-    fn tile(&mut self, columns: Range<usize>, out: &mut Vec<f32>) -> Result<()> {
+    fn tile(&self, columns: Range<usize>, _: &mut Buffers, out: &mut Vec<f32>) -> Result<()> {
         columns_of(self.rows, self.vocab, columns, out);
         Ok(())
     }
@@ -132,6 +139,7 @@ impl Source<'_> {
 
 #[derive(Default)]
 struct Scratch {
+    buffers: Buffers,
     tiles: Vec<Vec<f32>>,
     terms: Vec<f64>,
 }
@@ -180,22 +188,28 @@ fn some_positions(
     let stripes = vocab.div_ceil(stripe);
     let part = positions.len().div_ceil(PIECES.div_ceil(stripes.max(1))).max(1);
     let parts = positions.len().div_ceil(part);
+    let rows_of = |index: usize| {
+        let first = positions.start + index * part;
+        first..positions.end.min(first + part)
+    };
+    let prepare = |index: usize| {
+        let sources = sources.iter().zip(&whole);
+        sources
+            .map(|(source, whole)| source.at(rows_of(index), positions.start, whole))
+            .collect::<Result<Vec<_>>>()
+    };
+    let prepared = (0..parts).map(prepare).collect::<Result<Vec<_>>>()?;
     let pieces: Vec<Vec<Sums>> = (0..parts * stripes)
         .into_par_iter()
         .map_init(Scratch::default, |scratch, piece| {
             cancel.check()?;
-            let (first, column) = (positions.start + piece / stripes * part, piece % stripes * stripe);
-            let rows = first..positions.end.min(first + part);
+            let (rows, column) = (rows_of(piece / stripes), piece % stripes * stripe);
             let mut sums = vec![Sums::NONE; rows.len() * sources.len()];
-            let mut prepared = Vec::with_capacity(sources.len());
-            for (source, whole) in sources.iter().zip(&whole) {
-                prepared.push(source.at(rows.clone(), positions.start, whole)?);
-            }
             for start in (column..vocab.min(column + stripe)).step_by(TILE) {
                 let columns = start..vocab.min(start + TILE);
                 scratch.tiles.resize(sources.len(), Vec::new());
-                for (source, tile) in prepared.iter_mut().zip(&mut scratch.tiles) {
-                    source.tile(columns.clone(), tile)?;
+                for (source, tile) in prepared[piece / stripes].iter().zip(&mut scratch.tiles) {
+                    source.tile(columns.clone(), &mut scratch.buffers, tile)?;
                 }
                 accumulate(
                     &mut sums,

@@ -25,9 +25,10 @@ const OF_TEXT: [&str; 5] = [
     "calibration.layout_sha256",
 ];
 /// Fields whose names are not those of settings.
-const NAMES: [(&str, &str); 6] = [
+const NAMES: [(&str, &str); 7] = [
     ("program.instruction_set", "instruction set"),
     ("program.processor", "processor"),
+    ("program.float_products", "products of floats"),
     ("tool_version", "version"),
     ("max_shard_bytes", "bytes per shard"),
     ("calibration.experts.tokens", "expert tokens"),

@@ -100,7 +100,19 @@ fn names(paths: &[PathBuf]) -> Vec<String> {
 /// # Errors
 /// [`Error::Usage`], which names the first result that differs.
 pub fn check(first: &Evaluation, others: &[(String, Evaluation)]) -> Result<()> {
-    check_measured(&first.tokens_sha256, first.reference.as_ref(), others)
+    check_measured(&first.tokens_sha256, first.reference.as_ref(), others)?;
+    let in_parts = first.tool.multiplies_bf16_parts();
+    match others.iter().find(|(_, other)| other.tool.multiplies_bf16_parts() != in_parts) {
+        None => Ok(()),
+        Some((name, _)) => Err(Error::usage(
+            format!(
+                "`{}` was measured with different products of floats, so the results cannot be shown next to each \
+                 other",
+                name.escape_default()
+            ),
+            "measure all with QUANT_FLOAT_PRODUCTS=f32, or all on the path `amx`",
+        )),
+    }
 }
 
 /// Like [`check`], before the first model is measured on these tokens.

@@ -1,6 +1,5 @@
 //! `quant gate --policy FILE --baseline FILE RESULT…`: checks whether a model has become worse than the policy allows.
 
-use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -14,6 +13,7 @@ use quant_evaluator::report::gate_page;
 
 use super::Session;
 use crate::output::{self, JsonOption, Written, table};
+use crate::system;
 
 /// The significance level at which an update calls a change better or worse: the default of policies.
 const LEVEL: f64 = 0.05;
@@ -130,13 +130,7 @@ fn on_github(outcome: &Outcome) -> Result<()> {
     else {
         return Ok(());
     };
-    // Opening a pipe would wait for a reader.
-    #[cfg(unix)]
-    if std::fs::metadata(&path).is_ok_and(|found| std::os::unix::fs::FileTypeExt::is_fifo(&found.file_type()))
-    {
-        return Err(Error::io("write", &path, std::io::Error::other("it is a pipe")));
-    }
-    let file = OpenOptions::new().create(true).append(true).open(&path);
+    let file = system::open_without_waiting().create(true).append(true).open(&path);
     file.and_then(|mut f| f.write_all(summary(outcome).as_bytes())).map_err(|e| Error::io("write", &path, e))
 }
 

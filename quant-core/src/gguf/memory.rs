@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::plan::GgufRequest;
 use super::run::CHUNK_VALUES;
 use crate::calibrate::{Residence, Sampling};
-use crate::model::{BlockKind, Model, NodeId};
+use crate::model::{BlockKind, FloatProducts, Model, NodeId};
 use crate::quantize::gptq::Hessian;
 use crate::transform::Workload;
 
@@ -48,7 +48,8 @@ impl Passes<'_> {
         let values = widest + graph.width(graph.input()) as u64;
         let at_a_time = CHUNK_TOKENS.max(self.sampling.length as u64).min(self.tokens().max(1));
         let sums: u64 = input_widths(kind).map(|k| 8 * k).sum();
-        (12 * values).saturating_mul(at_a_time).saturating_add(sums)
+        let products = FloatProducts::detect().memory(graph, self.tokens());
+        (12 * values).saturating_mul(at_a_time).saturating_add(sums).saturating_add(products)
     }
 
     /// Whether the rows of every piece of the batch fill whole panels of the Hessians, so that none wait for more.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use super::linear::ProductTiles;
+use super::linear::{ProductTiles, TileBuffers};
 use super::soft_cap::soft_cap_in_place;
 use super::{Linear, LogitsTransform, WeightBody, WeightRows};
 use crate::checkpoint::Dtype;
@@ -117,7 +117,7 @@ impl<'a> Head<'a> {
         }
     }
 
-    /// Prepares [`inputs`](Self::inputs) `[m, width]` for the logits of several ranges of tokens, on this thread.
+    /// Prepares [`inputs`](Self::inputs) `[m, width]` for the logits of several ranges of tokens.
     ///
     /// # Errors
     /// When the head [is whole](Self::is_whole), or memory allocation fails.
@@ -155,7 +155,11 @@ impl<'a> Head<'a> {
     }
 }
 
-/// Inputs of a head, prepared for the logits of several ranges of tokens.
+/// Buffers of a thread for the logits of a head.
+#[derive(Debug, Default)]
+pub struct HeadBuffers(TileBuffers);
+
+/// Inputs of a head, prepared for the logits of several ranges of tokens, which threads may compute at the same time.
 #[derive(Debug)]
 pub struct HeadInputs<'h> {
     head: &'h Head<'h>,
@@ -165,15 +169,15 @@ pub struct HeadInputs<'h> {
 
 impl HeadInputs<'_> {
     /// Computes the logits of the tokens `columns`, `[m, columns]`, on this thread. Callers pass at most [`HEAD_TILE`]
-    /// columns, to limit the size of the buffers that the inputs keep for the next call.
+    /// columns, to limit the size of the buffers.
     ///
     /// # Errors
     /// When the weight cannot be dequantized.
     ///
     /// # Panics
     /// When a column is out of range.
-    pub fn logits(&mut self, columns: Range<usize>, out: &mut Vec<f32>) -> Result<()> {
-        self.product.multiply(self.rows, columns.clone(), out)?;
+    pub fn logits(&self, columns: Range<usize>, buffers: &mut HeadBuffers, out: &mut Vec<f32>) -> Result<()> {
+        self.product.multiply(self.rows, columns.clone(), &mut buffers.0, out)?;
         self.head.finish(columns, out);
         Ok(())
     }

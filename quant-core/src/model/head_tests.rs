@@ -45,9 +45,10 @@ fn tiles_are_the_columns_of_all_logits() {
             assert_eq!(head.to_parts().unwrap(), parts);
             let inputs = head.inputs(random(9 * 40, 3)).unwrap();
             let exact = definition(&parts, &inputs);
-            let (mut at, mut out) = (head.at(&inputs).unwrap(), vec![f32::NAN; 5]);
+            let (at, mut buffers, mut out) =
+                (head.at(&inputs).unwrap(), HeadBuffers::default(), vec![f32::NAN; 5]);
             for columns in [0..256, 256..300, 17..18] {
-                at.logits(columns.clone(), &mut out).unwrap();
+                at.logits(columns.clone(), &mut buffers, &mut out).unwrap();
                 assert_eq!(out.len(), 9 * columns.len());
                 for (row, found) in out.chunks(columns.len()).enumerate() {
                     for (column, found) in columns.clone().zip(found) {
@@ -76,7 +77,7 @@ fn a_decoders_head_gives_its_logits() {
         let x = Tensor::from_slice(&inputs, (1, 6, 12), &Device::Cpu).unwrap();
         let whole = linear.forward(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let (mut tile, mut all) = (Vec::new(), Vec::new());
-        head.at(&inputs).unwrap().logits(0..70, &mut tile).unwrap();
+        head.at(&inputs).unwrap().logits(0..70, &mut HeadBuffers::default(), &mut tile).unwrap();
         head.all_logits(&inputs, &mut all).unwrap();
         assert_eq!(all, whole);
         for (a, b) in tile.iter().zip(&whole) {
@@ -85,7 +86,7 @@ fn a_decoders_head_gives_its_logits() {
         // A head that is written and read back gives bit-identical logits.
         let again = Head::from_parts(head.to_parts().unwrap()).unwrap();
         let mut same = Vec::new();
-        again.at(&inputs).unwrap().logits(0..70, &mut same).unwrap();
+        again.at(&inputs).unwrap().logits(0..70, &mut HeadBuffers::default(), &mut same).unwrap();
         assert_eq!(same, tile);
     }
 }

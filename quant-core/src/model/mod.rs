@@ -54,7 +54,7 @@ pub use cache::{LayerCache, SequenceCache};
 pub use decoder::Decoder;
 pub(crate) use embeddings::EmbeddingNorm;
 pub(crate) use experts::add_expert;
-pub use head::{HEAD_TILE, Head, HeadInputs, HeadParts};
+pub use head::{HEAD_TILE, Head, HeadBuffers, HeadInputs, HeadParts};
 pub use kv::{KvCaching, round_cached};
 pub use kv_scales::{CachedValue, KvScales, NoCacheScales, cached_values};
 pub use linear::{

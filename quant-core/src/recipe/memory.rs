@@ -242,7 +242,12 @@ impl Plan {
                 steps.push(weights[1].saturating_add(solving));
             }
         }
-        let step = steps.into_iter().max().unwrap_or(0);
+        // Every step may multiply floats.
+        let step = steps
+            .into_iter()
+            .max()
+            .unwrap_or(0)
+            .saturating_add(FloatProducts::detect().memory(graph, tokens));
         let states = self.state_bytes(graph, residence, one_expert).saturating_mul(tokens);
         states.saturating_add(step)
     }
@@ -274,10 +279,9 @@ impl Plan {
         let length = self.sampling.length as u64;
         // In an MLP, the outputs of gate and up and their product are in memory together with the inputs of the
         // linears.
-        let linears = || graph.linears().filter(|(id, ..)| self.passes_through(graph, *id));
-        let widest: u64 = linears().map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
-        let deepest = linears().map(|(_, _, [_, k], _)| k).max().unwrap_or(0);
-        let values = match self.method.search_mode(&self.settings).unwrap_or_default() {
+        let linears = graph.linears().filter(|(id, ..)| self.passes_through(graph, *id));
+        let widest: u64 = linears.map(|(_, _, [n, k], _)| (n + k) as u64).max().unwrap_or(0);
+        match self.method.search_mode(&self.settings).unwrap_or_default() {
             // Attention processes a longer window as a whole; the rest of the block processes it in pieces.
             Search::Fast if length > CHUNK_TOKENS => {
                 let attended: u64 = graph
@@ -289,8 +293,7 @@ impl Plan {
                 (4 * attended).saturating_mul(length).saturating_add(12 * widest * CHUNK_TOKENS)
             }
             _ => (12 * widest).saturating_mul(CHUNK_TOKENS.max(length).min(tokens.max(1))),
-        };
-        values.saturating_add(FloatProducts::detect().memory(deepest, tokens))
+        }
     }
 
     /// The memory for the outputs of all experts of a block for the tokens that go through the block at a time.

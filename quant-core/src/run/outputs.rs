@@ -81,7 +81,10 @@ pub(crate) fn refuse_existing(outputs: &[PathBuf], force: bool, resume: bool) ->
     if let Some(path) = outputs.iter().find(|path| system::is_mount_point(path)) {
         return Err(Error::usage(
             format!("{} is a mount point, which cannot be replaced", path.display()),
-            format!("choose a path in it, such as {}", path.join("model").display()),
+            match path.is_dir() {
+                true => format!("choose a path in it, such as {}", path.join("model").display()),
+                false => "choose another path".to_owned(),
+            },
         ));
     }
     let Some(path) = outputs.iter().find(|path| !force && path.exists()) else { return Ok(()) };

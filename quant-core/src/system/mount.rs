@@ -11,11 +11,14 @@ pub(crate) fn is_mount_point(path: &Path) -> bool {
     if path.parent().is_none() {
         return false;
     }
-    let mounts = std::fs::read_to_string(MOUNTS).unwrap_or_default();
-    is_listed(&path, &mounts) || is_on_another_device(&path)
+    match std::fs::read(MOUNTS) {
+        Ok(mounts) => is_listed(&path, &String::from_utf8_lossy(&mounts)),
+        Err(_) => is_on_another_device(&path),
+    }
 }
 
-/// A part of a file system that is mounted within the same file system has the device of its parent, but is listed.
+/// A device is no criterion where there is a list: a part of a file system that is mounted within it has the device of
+/// its parent, and a subvolume of Btrfs has another one, but can be renamed.
 fn is_listed(path: &Path, mounts: &str) -> bool {
     // Spaces and other separators are escaped in the list.
     let escaped = |c: char| match c {
@@ -44,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mount_points_are_listed_or_on_another_device() {
+    fn mount_points_are_listed() {
         let mounts =
             "36 35 98:0 /a /mnt/a\\040b rw - ext3 /dev/root rw\n37 35 98:0 / /out rw - ext3 /dev/root rw\n";
         for (path, expected) in [("/mnt/a b", true), ("/out", true), ("/out/model", false), ("/mnt/a", false)]

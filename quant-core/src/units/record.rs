@@ -119,7 +119,7 @@ impl JobRecord {
                 ),
                 remedy:
                     "create the job and run all units on machines of the same type; QUANT_ISA selects the \
-                    instruction set of the kernels"
+                    instruction set of the kernels, and QUANT_FLOAT_PRODUCTS how floats are multiplied"
                         .into(),
             });
         }

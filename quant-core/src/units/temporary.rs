@@ -3,7 +3,7 @@
 //! The name of a directory has the identifier of the running kernel, and a file in it is locked as long as the worker
 //! runs. A directory with this kernel's identifier and an unlocked file belongs to a worker that was killed. Locks of
 //! other machines may not be visible here, so their directories are removed only when they have not changed for long.
-//! Nothing else is removed: neither directories without such a name and file, nor anything behind a symbolic link.
+//! Nothing else is removed: a directory without the identifier of a kernel in its name is somebody else's.
 
 use std::fs::{DirEntry, File, OpenOptions, TryLockError};
 use std::io;
@@ -13,6 +13,8 @@ use std::time::{Duration, SystemTime};
 use crate::system;
 
 const LOCK: &str = "lock";
+/// The hexadecimal digits of a kernel's identifier.
+const KERNEL_DIGITS: usize = 32;
 /// Other workers ignore a directory of this age or less, because its file may not be locked yet.
 const SETTLED: Duration = Duration::from_secs(60);
 /// After this time without a change, the directory of a different machine is removed.
@@ -47,7 +49,7 @@ pub(super) fn remove_abandoned(parent: &Path, prefix: &str) -> usize {
     let own = system::boot_id().map(|id| format!(".{id}-"));
     let is_abandoned = |entry: &DirEntry| {
         let name = entry.file_name();
-        if !is_temporary(&name.to_string_lossy(), prefix) || !is_of_a_worker(&entry.path()) {
+        if !is_temporary(&name.to_string_lossy(), prefix) {
             return false;
         }
         let is_own = own.as_ref().is_some_and(|own| name.to_string_lossy().contains(own));
@@ -59,9 +61,6 @@ pub(super) fn remove_abandoned(parent: &Path, prefix: &str) -> usize {
         entry.file_type().is_ok_and(|kind| kind.is_dir())
             && unchanged_for(&entry.path()).is_some_and(|age| age >= least)
     };
-    if !std::fs::symlink_metadata(parent).is_ok_and(|found| found.is_dir()) {
-        return 0;
-    }
     let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
     let abandoned = entries.filter(is_abandoned);
     abandoned.filter(|entry| std::fs::remove_dir_all(entry.path()).is_ok()).count()
@@ -70,16 +69,12 @@ pub(super) fn remove_abandoned(parent: &Path, prefix: &str) -> usize {
 /// Whether [`Temporary::create`] gives such names to directories whose prefix starts with this one.
 fn is_temporary(name: &str, prefix: &str) -> bool {
     let Some((found, rest)) = name.rsplit_once('.') else { return false };
-    let Some((kernel, _)) = rest.rsplit_once('-') else { return false };
-    found.starts_with(prefix) && kernel.chars().all(|c| c.is_ascii_hexdigit() || c == '-')
-}
-
-/// Whether a directory has the file that workers lock, or nothing yet.
-fn is_of_a_worker(directory: &Path) -> bool {
-    match std::fs::symlink_metadata(directory.join(LOCK)) {
-        Ok(lock) => lock.is_file(),
-        Err(_) => std::fs::read_dir(directory).is_ok_and(|mut files| files.next().is_none()),
-    }
+    let Some((kernel, random)) = rest.split_once('-') else { return false };
+    found.starts_with(prefix)
+        && kernel.len() == KERNEL_DIGITS
+        && kernel.chars().all(|c| c.is_ascii_hexdigit())
+        && !random.is_empty()
+        && random.chars().all(|c| c.is_ascii_alphanumeric())
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,28 +135,24 @@ mod tests {
             age(&path, by);
             path
         };
-        let elsewhere = of_others("blocks-0.0123456789abcdef-x", hour);
-        let long_ago = of_others("blocks-1.0123456789abcdef-x", week);
-        let written_to = of_others("blocks-2.0123456789abcdef-x", week);
+        let elsewhere = of_others("blocks-0.0123456789abcdef0123456789abcdef-x", hour);
+        let long_ago = of_others("blocks-1.0123456789abcdef0123456789abcdef-x", week);
+        let written_to = of_others("blocks-2.0123456789abcdef0123456789abcdef-x", week);
         std::fs::write(written_to.join("unit.safetensors"), "y").unwrap();
-        // Files of the user, however old, with similar names, or with a file of the name of the lock.
-        let notes = of_others("blocks-1", week);
-        let named = of_others("blocks-1.0123456789abcdef-y", week);
-        std::fs::remove_file(named.join("lock")).unwrap();
-        age(&named, week);
-        let behind = tempfile::tempdir().unwrap();
-        let kept = behind.path().join("blocks-1.0123456789abcdef-z");
-        std::fs::create_dir(&kept).unwrap();
-        std::fs::write(kept.join("lock"), "").unwrap();
-        age(&kept, week);
-        let link = parent.path().join("link");
-        std::os::unix::fs::symlink(behind.path(), &link).unwrap();
-        assert_eq!(remove_abandoned(&link, ""), 0);
+        // Directories of the user, however old, with similar names, also if they have a file of the lock's name.
+        let kept =
+            ["blocks-1", "results.2024-01", "blocks-1.0123456789abcdef-x"].map(|name| of_others(name, week));
+        // Half removed, so that the lock is missing.
+        let half = of_others("blocks-3.0123456789abcdef0123456789abcdef-y", week);
+        std::fs::remove_file(half.join("lock")).unwrap();
+        age(&half, week);
         assert_eq!(remove_abandoned(parent.path(), "other"), 0);
         assert_eq!(remove_abandoned(parent.path(), "blocks-1"), 1);
-        assert_eq!(remove_abandoned(parent.path(), ""), 1);
-        assert!(!killed.exists() && !long_ago.exists());
-        for path in [running.path(), &fresh, &elsewhere, &written_to, &notes, &named, &kept] {
+        assert_eq!(remove_abandoned(parent.path(), ""), 2);
+        assert!(!half.exists() && !killed.exists() && !long_ago.exists());
+        for path in
+            [running.path(), &fresh, &elsewhere, &written_to].into_iter().chain(kept.iter().map(|p| &**p))
+        {
             assert!(path.exists(), "{}", path.display());
         }
         assert_eq!(remove_abandoned(parent.path(), ""), 0);

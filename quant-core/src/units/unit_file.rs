@@ -247,12 +247,12 @@ impl<'a> UnitFile<'a> {
         read.filter_map(|(name, hash)| Some((name, hash.as_str()?)))
     }
 
-    /// The reports of the unit's tensors by name, which are correct if [`read`](Self::read) found no damage.
     /// The stored report of a tensor, which may be anything.
     pub(super) fn report(&self, tensor: &str) -> Option<&Value> {
         self.about["reports"].get(tensor)
     }
 
+    /// The reports of the unit's tensors by name, which are correct if [`read`](Self::read) found no damage.
     pub(super) fn reports(&self) -> impl Iterator<Item = (&String, &Value)> {
         self.about["reports"].as_object().into_iter().flatten()
     }

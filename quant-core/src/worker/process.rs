@@ -185,7 +185,9 @@ impl ProcessWorker {
         let Some(granted) = running.granted else { return self.unavailable(&status.to_string()) };
         let (memory, is_ours) = granted.memory();
         let out_of_memory = status.code() == Some(i32::from(Category::Environment.exit_code()));
-        if ending == Ending::Killed || out_of_memory && !is_ours {
+        // Under a lower limit than that of the worker, allocations of the runtime fail too, and it crashes.
+        let is_short = out_of_memory || ending == Ending::Crashed;
+        if ending == Ending::Killed || is_short && !is_ours {
             return Error::Memory {
                 what: format!("{what} with {}", self.loadable.path.display()),
                 bytes: None,

@@ -28,6 +28,7 @@ impl Level {
         ("ONEDNN_MAX_CPU_ISA", "AVX2"),
         ("DNNL_MAX_CPU_ISA", "AVX2"),
         ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+        ("FBGEMM_ENABLE_INSTRUCTIONS", "AVX2"),
     ];
 }
 

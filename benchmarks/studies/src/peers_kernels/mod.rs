@@ -196,7 +196,7 @@ fn notes(args: &Args, rotated: usize) -> String {
         Some(install::Level::Avx2) => {
             "\nEvery contestant is limited to AVX2: quant by QUANT_ISA, ggml by loading its library for Haswell, candle \
              by its build, and PyTorch and OpenVINO by the variables of their libraries (ATEN_CPU_CAPABILITY, \
-             ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS).\n"
+             ONEDNN_MAX_CPU_ISA, MKL_ENABLE_INSTRUCTIONS, FBGEMM_ENABLE_INSTRUCTIONS).\n"
         }
         None => "",
     }

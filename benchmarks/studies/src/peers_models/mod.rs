@@ -258,9 +258,8 @@ impl Programs {
                 packages.zip(before.zip(after)).map(|(p, (before, after))| p.joules(&before, &after));
             Ok::<_, Error>((turn, joules))
         };
-        let ((mut rates, version), Some(all)) = measured(args.decode, 2)? else {
-            return self.turn(args, contestant, threads, [args.prefill, args.decode, 2]);
-        };
+        let ((mut rates, version), all) = measured(args.decode, 2)?;
+        let Some(all) = all else { return Ok((rates, version)) };
         if let ((_, Some(prompts)), (_, Some(prompt))) = (measured(1, 2)?, measured(1, 1)?) {
             rates.joules = Some(joules_per_token([all, prompts, prompt], args.prefill, args.decode));
         }

@@ -179,23 +179,33 @@ impl Writer<'_> {
     }
 }
 
-/// `str.title`: the first letter of every run of letters in upper case, the others in lower case.
+/// `str.title`: the first letter of every run of letters that have cases in title case, the others in lower case.
 pub(super) fn title(text: &str) -> String {
     let mut titled = String::with_capacity(text.len());
     let mut is_inside = false;
     for c in text.chars() {
         match is_inside {
             true => titled.extend(c.to_lowercase()),
-            false => titled.extend(c.to_uppercase()),
+            // A ligature becomes several letters, of which the first is capital.
+            false => {
+                let mut letters = c.to_uppercase();
+                titled.extend(letters.next());
+                titled.extend(letters.flat_map(char::to_lowercase));
+            }
         }
-        is_inside = c.is_alphabetic();
+        is_inside = c.is_lowercase() || c.is_uppercase();
     }
     titled
 }
 
-/// Jinja's test `sequence`: whether the value has a length and items, as strings and mappings do in Python.
+/// Jinja's test `sequence`: whether the value has a length and items, as strings, mappings, ranges and undefined values
+/// do.
 pub(super) fn is_sequence(value: &Value) -> bool {
-    matches!(value.kind(), ValueKind::Seq | ValueKind::String | ValueKind::Map)
+    match value.kind() {
+        ValueKind::Seq | ValueKind::String | ValueKind::Map | ValueKind::Undefined => true,
+        ValueKind::Iterable => value.len().is_some(),
+        _ => false,
+    }
 }
 
 #[cfg(test)]
@@ -213,8 +223,13 @@ mod tests {
 
     #[test]
     fn titles_are_python_s() {
-        for (text, titled) in [("x,y,,z", "X,Y,,Z"), ("it's ONE", "It'S One"), ("a1b ß", "A1B SS"), ("", "")]
-        {
+        for (text, titled) in [
+            ("x,y,,z", "X,Y,,Z"),
+            ("it's ONE", "It'S One"),
+            ("a1b ß", "A1B Ss"),
+            ("中a ﬁrst", "中A First"),
+            ("", ""),
+        ] {
             assert_eq!(title(text), titled);
         }
     }

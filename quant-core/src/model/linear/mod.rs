@@ -21,8 +21,8 @@ pub(super) use body::kernel_error;
 pub use cuda::{CudaLinear, CudaRunner};
 pub use parts::FloatProducts;
 use product::Product;
-pub(super) use product::ProductTiles;
 pub use product::multiply;
+pub(super) use product::{ProductTiles, TileBuffers};
 pub use rows::WeightRows;
 pub use stored::StoredWeight;
 

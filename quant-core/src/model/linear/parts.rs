@@ -8,12 +8,12 @@
 //! `x w ≈ (x₁ + x₂ + x₃) w₁ + (x₁ + x₂) w₂ + x₁ w₃`
 //!
 //! So weights that are stored in bf16 take three products per weight, those with 16 significant bits five, and all
-//! others six. Sums are in `f32`. The error is bounded by
+//! others six. Sums are in `f32`. If every operand is zero or between `2⁻¹⁰²` and `2¹²⁷`, the error is bounded by
 //!
-//! `|y − x wᵀ| ≤ (2⁻²² + (k + 8) · 2⁻²²) Σ |x| |w|`
+//! `|y − x wᵀ| ≤ (k + 9) · 2⁻²² Σ |x| |w| + k · 2⁻¹²³`
 //!
-//! if no part of an operand is subnormal: the unit treats those as zero, which removes numbers below `2⁻¹²⁶` and the
-//! last bits of those below `2⁻¹¹⁰`.
+//! The unit treats subnormal numbers as zero: the last term is for products and sums, and smaller operands lose their
+//! last parts. An operand that is not finite, or a result beyond the range of `f32`, gives a result that is not finite.
 
 use std::sync::LazyLock;
 
@@ -24,6 +24,7 @@ use quant_kernels_cpu::{
 
 use super::body::kernel_error;
 use super::product::{PARTS_M, TILE_N};
+use crate::model::BlockGraph;
 use crate::vector::vectorized;
 use crate::{Error, Result};
 
@@ -39,6 +40,7 @@ const ALIGNMENT: usize = 64;
 /// How matrices of floats are multiplied: in evaluations, in the forward passes of calibration, and by the head.
 /// Attention scores, Hessians and products of up to four tokens are always in `f32`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FloatProducts {
     /// In `f32`.
     F32,
@@ -75,13 +77,13 @@ impl FloatProducts {
         }
     }
 
-    /// The memory for the operands of a product with up to this many tokens, whose weights have `k` columns, on the
-    /// threads of this pool.
-    pub(crate) fn memory(self, k: usize, tokens: u64) -> u64 {
+    /// The memory for the operands of the largest product in a block with up to this many tokens, on the threads of this
+    /// pool.
+    pub(crate) fn memory(self, graph: &BlockGraph, tokens: u64) -> u64 {
         if self == Self::F32 {
             return 0;
         }
-        let k = k as u64;
+        let k = graph.linears().map(|(_, _, [_, k], _)| k as u64).max().unwrap_or(0);
         let tile = TILE_N as u64 * (4 + WEIGHT_BYTES) * k + 8 * (TILE_N * PARTS_M) as u64;
         LEFT_BYTES * k * tokens.min(PARTS_M as u64) + tile * rayon::current_num_threads() as u64
     }
