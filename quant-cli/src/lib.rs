@@ -37,6 +37,8 @@ use quant_core::{CancelToken, Error};
 
 /// Stack size of the thread that runs the program, which does not depend on the system's limit.
 const STACK: usize = 8 << 20;
+/// Stack size of the other threads: Rust's default, which `RUST_MIN_STACK` would change.
+const THREAD_STACK: usize = 2 << 20;
 
 /// A program that embeds this library.
 #[derive(Debug, Clone)]
@@ -177,7 +179,8 @@ pub fn threads(asked: Option<usize>) -> quant_core::Result<usize> {
 /// # Errors
 /// [`Error::Unavailable`] if the threads cannot be started.
 pub fn pool(threads: usize) -> quant_core::Result<rayon::ThreadPool> {
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(|e| no_threads(&e))
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(THREAD_STACK);
+    pool.build().map_err(|e| no_threads(&e))
 }
 
 /// Returns the workers that run tokenizers and templates: separate processes if the system can limit them. A program

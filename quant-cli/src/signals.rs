@@ -29,7 +29,8 @@ pub fn install() -> Result<CancelToken> {
             }
         }
     };
-    std::thread::Builder::new().name("signals".into()).spawn(watch).map_err(|e| crate::no_threads(&e))?;
+    let thread = std::thread::Builder::new().name("signals".into()).stack_size(crate::THREAD_STACK);
+    thread.spawn(watch).map_err(|e| crate::no_threads(&e))?;
     // By default, exceeding the limit on file sizes kills the process; with a handler, the write fails with an error
     // instead.
     flag::register(SIGXFSZ, Arc::default()).map_err(failed)?;

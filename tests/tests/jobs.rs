@@ -271,6 +271,19 @@ fn a_job_that_cannot_be_reached_is_not_reported_as_missing() {
     check_message("merge", &bench.merge(&[]), 5, &["cannot open", "job.json"]);
 }
 
+#[test]
+fn deleted_results_are_computed_again() {
+    let bench = Bench::new();
+    bench.init(&["--method", "rtn"]).succeeded();
+    bench.run(&[]).succeeded();
+    for folder in ["units", "log"] {
+        std::fs::remove_dir_all(bench.at("store").join(folder)).unwrap();
+    }
+    bench.run(&[]).succeeded();
+    bench.merge(&[]).succeeded();
+    bench.assert_same(&["--method", "rtn"]);
+}
+
 /// The report of a tensor in a unit's file is checked before the tensor is copied, also if the hash of the file matches.
 #[test]
 fn a_forged_report_is_set_aside() {

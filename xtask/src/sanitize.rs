@@ -1,5 +1,6 @@
 //! `cargo xtask sanitize`: runs the integration tests of the CPU kernels and their C interface, which are unsafe code,
-//! under AddressSanitizer; the nightly run also includes their unit tests and the tests of the fuzz targets.
+//! under AddressSanitizer and with assertions; the nightly run also includes their unit tests and the tests of the fuzz
+//! targets.
 //!
 //! The compiler flag requires a nightly feature, but the sanitizer's runtime comes with the stable toolchain. For every
 //! instruction set, tests plant accesses beyond heap buffers and to freed memory, and fail if the sanitizer does not
@@ -73,9 +74,11 @@ fn tests(packages: &[&str], targets: &[&str]) -> Result<()> {
         return judge_skips("SKIPPED: the toolchain has no AddressSanitizer\n", shared_dir());
     }
     let host = output(Command::new("rustc").args(["--print", "host-tuple"]))?;
-    // With optimization for speed, the kernels take minutes to compile.
-    let quick = "profile.dev.package.quant-kernels-cpu.opt-level=1";
-    let mut command = cargo(&["test", "--locked", "--target", &host, "--config", quick]);
+    let mut command = cargo(&["test", "--locked", "--target", &host]);
+    // With optimization for speed, the kernels take minutes to compile. Other tests omit the assertions.
+    for setting in ["opt-level=1", "debug-assertions=true", "overflow-checks=true"] {
+        command.arg("--config").arg(format!("profile.dev.package.quant-kernels-cpu.{setting}"));
+    }
     command.args(targets);
     for package in packages {
         command.args(["--package", package]);

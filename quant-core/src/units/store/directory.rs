@@ -44,7 +44,16 @@ impl Directory {
     }
 
     fn link(&self, file: &Path, target: &Path) -> Result<Publication> {
-        match std::fs::hard_link(file, target) {
+        let mut linked = std::fs::hard_link(file, target);
+        if let (Err(error), Some(folder)) = (&linked, target.parent())
+            && error.kind() == ErrorKind::NotFound
+            && !folder.exists()
+        {
+            // Users delete the folder of results to compute them again.
+            create_all(folder)?;
+            linked = std::fs::hard_link(file, target);
+        }
+        match linked {
             Ok(()) => {}
             Err(e) if e.kind() == ErrorKind::AlreadyExists => {
                 is_regular(target)?;
