@@ -6,8 +6,8 @@ in double precision by 2e-6 of the largest logit, or by twice as much as transfo
 Since the largest of many errors varies randomly, it is taken over several windows of each length. If a token is so
 ill-conditioned that quant's error is larger nevertheless, it must be at most 1.5 times transformers' largest error on the
 same window over copies of the model with slightly different weights. Checkpoints quantized to 4 bits, by plain rounding,
-AWQ and GPTQ, must load without a missing or unexpected key, and give quant's logits within the same bounds, but at least
-1e-5 of the largest logit; the families of IN_COLUMNS also in the AWQ and GPTQ formats, which gptqmodel reads.
+AWQ and GPTQ, must load without a missing or unexpected key, and give quant's logits within the same bounds, with 1e-5
+instead of 2e-6; the families of IN_COLUMNS also in the AWQ and GPTQ formats, which gptqmodel reads.
 """
 
 import contextlib
