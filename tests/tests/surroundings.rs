@@ -162,7 +162,7 @@ fn umask_time_zone_and_locale() {
     let expected = bench.at("expected");
     quant(quantize(&bench.at("model"), &expected, &AWQ)).succeeded();
     let cases: [Case<'_>; 4] = [
-        // Rust's own default for threads would let them overflow their stacks.
+        // Threads with stacks of this size would overflow them.
         ("000", 0o000, &[("TZ", "Pacific/Kiritimati"), ("RUST_MIN_STACK", "20000")]),
         ("022", 0o022, &[("TZ", "not a time zone"), ("LC_ALL", "C")]),
         ("027", 0o027, &[("LC_ALL", "de_DE.UTF-8"), ("LC_NUMERIC", "de_DE.UTF-8")]),
